@@ -20,8 +20,8 @@ from nanochat.recipes.policy import grpo
 from nanochat.recipes.tango import tango
 from nanochat.rl.records.prompts import empty_verifier_prompt
 from nanochat.rl.run.flags import with_times
-from nanochat.rl.run.plan import (BANDWIDTH, DISK_SPEED, Held, PlannedDraw, Setting, Speed, describe_stop, draw_seconds,
-                                  planned, sampling_seconds)
+from nanochat.rl.run.memory import Held, PlannedDraw, Setting
+from nanochat.rl.run.plan import BANDWIDTH, DISK_SPEED, Speed, describe_stop, draw_seconds, planned, sampling_seconds
 from nanochat.tokenizer import MIN_VOCAB_SIZE
 from scripts import base_eval, base_train, chat_sft, tango_rl
 

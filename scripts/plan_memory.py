@@ -19,8 +19,8 @@ from nanochat.recipes.policy import grpo
 from nanochat.recipes.tango import tango
 from nanochat.rl.learn.heads import add_head_args, check_head, check_shapes, num_shared
 from nanochat.rl.run.flags import with_times
-from nanochat.rl.run.plan import (Config, Setting, Speed, describe_stop, held_by, memory_plan, planned, show_plan,
-                                  variants)
+from nanochat.rl.run.memory import Config, Setting, memory_plan
+from nanochat.rl.run.plan import Speed, describe_stop, held_by, planned, show_plan, variants
 from nanochat.storage.files import path_of
 
 

@@ -14,7 +14,8 @@ from test_play import play_of, rollouts_of, tiny_model
 from nanochat.checkpoint import load_file
 from nanochat.common import Diverged
 from nanochat.rl.learn.heads import share_layers
-from nanochat.rl.play.play import Update, apply_update
+from nanochat.rl.play.play import Update
+from nanochat.rl.play.updates import apply_update
 from nanochat.rl.run.progress import LARGEST_GAP, check_apart, count_apart
 from nanochat.weights import copy_of
 from scripts import tango_rl

@@ -1,10 +1,5 @@
-"""
-What every script shares: TensorBoard's event files, the version and commit that a run records, and what it holds.
-
-    python -m pytest tests/test_common.py
-"""
+"""What every script shares: how it ends, TensorBoard's event files, the version and commit that a run records."""
 import argparse
-import contextlib
 import json
 import mmap
 import os
@@ -77,6 +72,9 @@ def test_rank_0_alone_writes_event_files(tmp_path):
     run.log({"step": 0, "loss": 1.0})
     run.finish()
     assert os.listdir(tmp_path) == []
+    run = Run("r", torch.device("cpu"), 0, 1, str(tmp_path), events=Failing())
+    with pytest.raises(CannotWrite, match="tensorboard cannot be written: No space left on device"):
+        run.log({"step": 0, "loss": 1.0})
 
 
 def test_a_run_may_be_continued_with_tensorboard_and_without(base):
@@ -86,6 +84,7 @@ def test_a_run_may_be_continued_with_tensorboard_and_without(base):
     train = lambda *flags: tango_rl.main(parse(tango_rl, rl_flags("--run", "r", "--recipe", "grpo", *flags)))
     train("--num-steps", "2", "--save-every", "1")
     assert not (folder / "tensorboard").exists()
+    assert json.loads((folder / "config.json").read_text())["version"] == __version__
     train("--num-steps", "3", "--save-every", "1", "--resume-from-step", "1", "--tensorboard")
     events = drawn(folder)
     assert [step for step, _ in events["gen/reward"]] == [0, 1, 2]
@@ -108,13 +107,11 @@ def test_tensorboard_without_its_package_is_refused(capsys, monkeypatch, tmp_pat
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     for name in ("tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit, match="2"):
         script_main(script.main, script.make_parser if script is tango_rl else script.make_parser(),
                     [*flags, "--tensorboard"])
-    line = capsys.readouterr().err
-    assert stop.value.code == 2 and os.listdir(tmp_path) == []
-    assert line.startswith("error: --tensorboard: ") and line.endswith("`pip install tensorboard`\n")
-    assert line.count("\n") == 1
+    assert re.fullmatch("error: --tensorboard: .*`pip install tensorboard`\n", capsys.readouterr().err)
+    assert os.listdir(tmp_path) == []
 
 
 def test_the_commit_is_that_of_a_checkout_and_of_no_repository_around_it(monkeypatch, tmp_path):
@@ -133,12 +130,6 @@ def test_the_commit_is_that_of_a_checkout_and_of_no_repository_around_it(monkeyp
     assert describe_versions()["commit"] == commit
     (tmp_path / "nanochat" / "run.py").write_text("edited")
     assert describe_versions()["commit"] == f"{commit}-dirty"
-
-
-def test_a_run_records_the_version(base):
-    tango_rl.main(parse(tango_rl, rl_flags("--run", "r", "--recipe", "grpo", "--num-steps", "1")))
-    with open(base / "runs" / "r" / "config.json") as f:
-        assert json.load(f)["version"] == __version__
 
 
 def test_the_size_of_the_process_is_what_it_holds(monkeypatch, tmp_path):
@@ -191,16 +182,34 @@ def test_products_of_many_shapes_leave_no_memory_after():
     assert float(done.stdout) < 0.2  # 0.05 on one machine, 0.5 without a bound
 
 
-@pytest.mark.parametrize("failure, code, line", [
-    (lambda: torch.empty(10 ** 15), 1, "stopped: there is not enough memory: .*"),
-    (lambda: [0] * 10 ** 15, 1, "stopped: there is not enough memory: .*"),
-    (lambda: open("/"), 2, "error: /: Is a directory"),
-    (lambda: open("/dev/null/x"), 2, "error: /dev/null/x: Not a directory"),
-])
-def test_what_the_system_refuses_is_one_line(capsys, failure, code, line):
+def refused(capsys, work, flags=(), code=2, **options) -> str:
+    """A script that does this work ends with the code; its line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float)
     with pytest.raises(SystemExit) as stop:
-        script_main(lambda args: failure(), argparse.ArgumentParser(), [])
-    assert stop.value.code == code and re.fullmatch(line + "\n", capsys.readouterr().err)
+        script_main(lambda args: work(), parser, list(flags), **options)
+    out, err = capsys.readouterr()
+    assert stop.value.code == code and not out and err.count("\n") == 1
+    return err
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def test_what_ends_a_script_is_one_line(capsys, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    for work, code, line in (
+            (lambda: torch.empty(10 ** 15), 1, "stopped: there is not enough memory: .*"),
+            (lambda: [0] * 10 ** 15, 1, "stopped: there is not enough memory: .*"),
+            (lambda: open("/"), 2, "error: /: Is a directory"),
+            (lambda: open("/dev/null/x"), 2, "error: /dev/null/x: Not a directory"),
+            (lambda: open(tmp_path / "loop"), 2, f"error: {tmp_path}/loop: Too many levels of symbolic links"),
+            (interrupted, 130, "stopped by Ctrl-C")):
+        assert re.fullmatch(line + "\n", refused(capsys, work, code=code))
+    for value, words in (("1e31", "must be from -1e+30 to 1e+30"), ("-1e308", "must be from -1e+30"),
+                         ("inf", "must be a finite number")):
+        assert words in refused(capsys, print, [f"--lr={value}"])
 
 
 STREAMS = """
@@ -221,20 +230,26 @@ def test_a_script_lives_without_its_streams_and_ends_quietly_when_nobody_reads_o
     assert done.returncode == code and done.stderr in ("", "error\n")
 
 
-def test_ctrl_c_before_a_run_is_one_line(capsys):
-    def interrupted(args):
-        raise KeyboardInterrupt
-    with pytest.raises(SystemExit) as stop:
-        script_main(interrupted, argparse.ArgumentParser(), [])
-    assert stop.value.code == 130 and capsys.readouterr().err == "stopped by Ctrl-C\n"
+LATIN, C = {"PYTHONIOENCODING": "latin-1"}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+LOST = "WARNING: nothing more is shown: stdout: No space left on device\n"
 
 
-def test_a_character_that_stdout_lacks_stops_nothing():
-    code = ("import argparse; from nanochat.common import print0, script_main\n"
-            r"script_main(lambda args: print0('\u20ac\udcff', 'x'), argparse.ArgumentParser(), [])")
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONIOENCODING": "latin-1"}, cwd=ROOT,
-                          capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "\\u20ac\\udcff x\n", "")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="is Linux's")
+@pytest.mark.parametrize("work, env, is_full, code, out, err", [
+    (r"print0('\u20ac\udcff', 'x')", LATIN, False, 0, "\\u20ac\\udcff x\n", ""),
+    ("print('x', flush=True)", {}, True, 1, None, "stopped: the output cannot be written: No space left on device\n"),
+    ("print0('x')", {}, True, 0, None, LOST),
+    ("print0('x'), [], is_shown=True", {}, True, 1, None, LOST),  # a script that is run for what it prints
+    ("0", C, False, 2, "", "error: the environment makes Python take names of files for ascii: set PYTHONUTF8=1\n"),
+], ids=range(5))
+def test_what_a_script_prints_may_be_lost(work, env, is_full, code, out, err):
+    program = ("import argparse; from nanochat.common import print0, script_main\n"
+               f"script_main(lambda args: {work.replace(', [],', ', argparse.ArgumentParser(), [],')}"
+               f"{'' if ', [],' in work else ', argparse.ArgumentParser(), []'})")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], env=os.environ | env, cwd=ROOT, text=True,
+                              stdout=full if is_full else subprocess.PIPE, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
 
 
 @pytest.mark.parametrize("env, words", [
@@ -249,64 +264,29 @@ def test_a_character_that_stdout_lacks_stops_nothing():
 def test_a_rank_that_cannot_be_is_refused(monkeypatch, capsys, env, words):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as stop:
-        script_main(print, argparse.ArgumentParser(), [])
-    assert stop.value.code == 2
-    assert capsys.readouterr() == ("", f"error: the environment has {words}; "
-                                        f"{'' if 'NANOCHAT' in words else 'torchrun sets it, or '}unset it\n")
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="is Linux's")
-def test_output_to_a_full_disk_is_one_line():
-    code = ("import argparse; from nanochat.common import script_main\n"
-            "script_main(lambda args: print('x', flush=True), argparse.ArgumentParser(), [])")
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1
-    assert done.stderr == "stopped: the output cannot be written: No space left on device\n"
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="is Linux's")
-@pytest.mark.parametrize("is_shown", [True, False])
-def test_a_script_that_is_run_for_what_it_prints_fails_where_that_is_lost(is_shown):
-    code = ("import argparse; from nanochat.common import print0, script_main\n"
-            f"script_main(lambda args: print0('x'), argparse.ArgumentParser(), [], is_shown={is_shown})")
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == int(is_shown)
-    assert done.stderr == "WARNING: nothing more is shown: stdout: No space left on device\n"
-
-
-def test_a_mode_that_wandb_does_not_know_is_refused(monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "off")
-    with pytest.raises(BadInput, match="WANDB_MODE=off: must be one of online, offline"):
-        uses_wandb("r")
+    sets = "" if "NANOCHAT" in words else "torchrun sets it, or "
+    assert refused(capsys, print) == f"error: the environment has {words}; {sets}unset it\n"
 
 
 def test_a_file_that_another_process_is_writing_is_left_to_it(tmp_path):
-    path = str(tmp_path / "file")
-    with whole_file(path) as first:
+    """What a killed one left is written over; one that was renamed before it was locked is not written to."""
+    path, half = tmp_path / "file", tmp_path / "file.tmp"
+    with whole_file(str(path)) as first:
         first.write("the first one's")
         first.flush()
-        with pytest.raises(CannotWrite, match=f"{path} cannot be written: another process"), whole_file(path):
+        with pytest.raises(CannotWrite, match=f"{path} cannot be written: another process"), whole_file(str(path)):
             pass
-    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "the first one's"
-
-
-def test_what_a_killed_process_left_of_a_file_is_written_over(tmp_path):
-    (tmp_path / "file.tmp").write_text("longer than what comes")
-    with whole_file(str(tmp_path / "file"), "wb") as f:
+    assert os.listdir(tmp_path) == ["file"] and path.read_text() == "the first one's"
+    half.write_text("longer than what comes")
+    with whole_file(str(path), "wb") as f:
         f.write(b"short")
-    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "short"
-
-
-def test_a_file_that_was_renamed_before_it_was_locked_is_not_written_to(tmp_path):
-    (tmp_path / "file.tmp").write_text("whole")
-    with open(tmp_path / "file.tmp", "r+") as f:
-        os.replace(tmp_path / "file.tmp", tmp_path / "file")
-        assert not is_alone(f.fileno(), str(tmp_path / "file.tmp"))
-        (tmp_path / "file.tmp").write_text("the next one")
-        assert not is_alone(f.fileno(), str(tmp_path / "file.tmp")) and is_alone(f.fileno(), str(tmp_path / "file"))
+    assert os.listdir(tmp_path) == ["file"] and path.read_text() == "short"
+    half.write_text("whole")
+    with open(half, "r+") as f:
+        os.replace(half, path)
+        assert not is_alone(f.fileno(), str(half))
+        half.write_text("the next one")
+        assert not is_alone(f.fileno(), str(half)) and is_alone(f.fileno(), str(path))
 
 
 def test_a_run_takes_its_lock_again_or_stops(tmp_path):
@@ -322,23 +302,6 @@ def test_a_run_takes_its_lock_again_or_stops(tmp_path):
         run.log({"step": 2})
     other.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def test_a_link_to_itself_is_one_line(tmp_path, capsys):
-    (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(SystemExit, match="2"):
-        script_main(lambda args: open(tmp_path / "loop"), argparse.ArgumentParser(), [])
-    assert capsys.readouterr().err == f"error: {tmp_path}/loop: Too many levels of symbolic links\n"
-
-
-@pytest.mark.parametrize("value, words", [("1e31", "must be from -1e+30 to 1e+30"), ("-1e308", "must be from -1e+30"),
-                                          ("inf", "must be a finite number"), ("1e30", "")])
-def test_a_number_beyond_all_weights_is_one_line(capsys, value, words):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--lr", type=float)
-    with pytest.raises(SystemExit, match="2") if words else contextlib.nullcontext():
-        script_main(lambda args: None, parser, [f"--lr={value}"])
-    assert words in capsys.readouterr().err
 
 
 def test_a_rank_whose_torchrun_has_ended_before_it_does_not_wait_for_it(monkeypatch):
@@ -363,25 +326,14 @@ class Failing:
         raise OSError(28, "No space left on device")
 
 
-def test_a_wandb_that_fails_is_told_once_and_stops_no_run(tmp_path, capsys):
+def test_a_wandb_that_fails_is_told_once_and_stops_no_run(tmp_path, capsys, monkeypatch):
+    """And a mode that it does not know is refused."""
     run = Run("r", torch.device("cpu"), 0, 1, str(tmp_path), wandb=Failing())
     for step in range(3):
         run.log({"step": step})
     run.finish()
     assert capsys.readouterr().out == "WARNING: wandb is told nothing more: ConnectionResetError: Connection lost\n"
     assert Failing.calls == 1 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-
-
-def test_event_files_on_a_full_disk_are_named(tmp_path):
-    run = Run("r", torch.device("cpu"), 0, 1, str(tmp_path), events=Failing())
-    with pytest.raises(CannotWrite, match="tensorboard cannot be written: No space left on device"):
-        run.log({"step": 0, "loss": 1.0})
-
-
-def test_names_of_files_in_another_encoding_are_refused():
-    code = ("import argparse; from nanochat.common import script_main\n"
-            "script_main(print, argparse.ArgumentParser(), [])")
-    env = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
-    assert done.returncode == 2 and not done.stdout
-    assert done.stderr == "error: the environment makes Python take names of files for ascii: set PYTHONUTF8=1\n"
+    monkeypatch.setenv("WANDB_MODE", "off")
+    with pytest.raises(BadInput, match="WANDB_MODE=off: must be one of online, offline"):
+        uses_wandb("r")

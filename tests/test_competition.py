@@ -1,11 +1,6 @@
-"""
-Competition mathematics: reading rows of every layout, what is left out, splits, demonstrations; the real files where
-they are.
-
-    python -m pytest tests/test_competition.py -q
-"""
+"""Competition mathematics: reading rows of every layout, what is left out, splits, demonstrations; the real files where
+they are."""
 import argparse
-import inspect
 import json
 import os
 import random
@@ -15,12 +10,10 @@ import pytest
 from nanochat.common import BadInput
 from nanochat.rl.records.prompts import parse_verification
 from tasks import add_task_args, complete_task_args, make_task
-from tasks.chain import Chain
-from tasks.competition import SETS, Competition, Row, read_plain, read_rows, solution_steps
+from tasks.competition import SETS, Competition, Row, read_rows, solution_steps
 
-DATA = os.environ.get("NANOCHAT_DATA") or os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..",
-                                                       "shared", "data")
-REAL = os.path.join(DATA, "math")
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+REAL = os.path.join(os.environ.get("NANOCHAT_DATA") or os.path.join(ROOT, "..", "shared", "data"), "math")
 SPLITS = ("sft", "rl", "test_in", "test_out")
 WORKED = "Half of 48 is 24.\n48/2 + 48 = 72\nSo it is $\\boxed{72}$."
 EURUS = {"data_source": "numina_olympiads", "ability": "math",
@@ -71,25 +64,11 @@ def task(tmp_path_factory):
     return task_of("math", str(folder))
 
 
-@pytest.fixture(scope="module")
-def real():
-    if not os.path.isdir(REAL):
-        pytest.skip(f"{REAL} is absent; set NANOCHAT_DATA to a folder with math/train.jsonl and test500.jsonl")
-    return task_of("math", REAL)
-
-
 def prompts(task, split: str) -> set[str]:
     return {task.problem(split, i).prompt for i in range(task.num_problems(split))}
 
 
 # Sources
-
-@pytest.mark.parametrize("name", SETS)
-def test_every_set_has_the_methods_of_chain_and_its_name(name, tmp_path):
-    task = task_of(name, write(tmp_path / "rows.jsonl", [plain(k) for k in range(30)]))
-    assert task.name == name and task.has_step_labels is False
-    for method in ("problem", "check", "step_labels", "solution_demo", "corrupted_solution", "verification_demo"):
-        assert inspect.signature(getattr(Competition, method)) == inspect.signature(getattr(Chain, method)), method
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -99,9 +78,10 @@ def test_every_set_can_be_files_of_plain_rows_one_per_part(name, column, tmp_pat
     files = [write(tmp_path / f"{part}.jsonl", [{column: f"{part} {k}?", "answer": k} for k in range(30)])
              for part in parts]
     task = task_of(name, *files)
-    assert [task.num_problems(part) for part in ("test_in", "test_out")] == [30, 30]
+    assert task.name == name and task.has_step_labels is False
     # without worked solutions nothing is kept for SFT
-    assert (task.num_problems("sft"), task.num_problems("rl")) == (0, 30 if parts[0] == "train" else 0)
+    sizes = [task.num_problems(split) for split in SPLITS]
+    assert sizes == [0, 30 if parts[0] == "train" else 0, 30, 30]
     for split in SPLITS[1:] if parts[0] == "train" else ("test_in", "test_out"):
         problem = task.problem(split, 4)
         assert (problem.prompt == f"{split if 'test' in split else 'train'} {problem.answer}?"
@@ -210,6 +190,7 @@ def test_a_row_of_every_layout_is_read(row, read, tmp_path):
     (plain(1), {"problem": None, "answer": "1"}, "has no text for problem or question"),
     (plain(1), {"problem": " ", "answer": "1"}, "the problem is empty"),
     (plain(1), {"problem": "1?", "answer": None}, "has no text for answer"),
+    (plain(1), {"problem": "1?", "answer": float("nan")}, "has no text for answer"),
     ({"problem": "1?", "answer": True}, {"problem": "1?", "answer": True}, "has no text for answer"),
     ({"prompt": "1?", "answer": "1"}, {"prompt": "1?", "answer": "1"}, "has no text for problem or question"),
     (EURUS, {**EURUS, "prompt": EURUS["prompt"][:1]}, "prompt has no message of a user"),
@@ -225,27 +206,6 @@ def test_a_malformed_row_is_bad_input_with_file_and_number(good, bad, complaint,
     with pytest.raises(BadInput, match=complaint) as error:
         task_of("math", path)
     assert str(error.value).startswith(f"{path}: row {number}: ") and "\n" not in str(error.value)
-
-
-def test_an_answer_that_is_not_finite_is_none():
-    with pytest.raises(ValueError, match="has no text for answer"):
-        read_plain({"problem": "1?", "answer": float("nan")})
-
-
-@pytest.mark.parametrize("content, complaint", [
-    (b"", "is empty"), (b"\n", "is empty"), (b"null\n", "is no json of rows"),
-    ('{"problem": "é?", "answer": "1"}\n'.encode("latin1"), "row 1: is no text in UTF-8")])
-def test_a_file_without_rows_of_text_is_bad_input(tmp_path, content, complaint):
-    (tmp_path / "rows.jsonl").write_bytes(content)
-    with pytest.raises(BadInput, match=f"rows.jsonl: {complaint}"):
-        task_of("math", str(tmp_path / "rows.jsonl"))
-
-
-def test_a_file_that_is_no_json_is_bad_input(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("not json\n")
-    with pytest.raises(BadInput, match="rows.jsonl: ") as error:
-        task_of("amc", str(tmp_path / "rows.jsonl"))
-    assert "\n" not in str(error.value)
 
 
 def test_what_is_left_out_is_counted_by_part_and_reason_and_told_once(tmp_path, capsys):
@@ -279,31 +239,19 @@ def test_a_problem_of_test_out_is_held_out_too_and_programs_are_left_out(tmp_pat
 
 # Splits
 
-@pytest.mark.parametrize("name, split", [("aime", "rl"), ("aime", "sft"), ("aime", "test_out"), ("amc", "rl"),
-                                         ("olympiad", "test_out")])
-def test_a_split_without_problems_is_bad_input_that_names_task_and_split(name, split, tmp_path):
-    task = task_of(name, write(tmp_path / "rows.jsonl", [plain(1)]))
-    assert task.num_problems(split) == 0
-    with pytest.raises(BadInput, match=f"task {name}: has no problems for split {split} .*; left out: none"):
-        task.problem(split, 0)
-
-
-def test_a_split_without_problems_says_why_they_are_left_out(tmp_path):
-    same = [write(tmp_path / f"{name}.jsonl", [plain(1)]) for name in ("train", "test")]
+def test_a_split_without_problems_is_bad_input_that_says_why(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [plain(1)])
+    for name, split in (("aime", "rl"), ("aime", "sft"), ("aime", "test_out"), ("amc", "rl"), ("olympiad", "test_out")):
+        assert task_of(name, path).num_problems(split) == 0
+        with pytest.raises(BadInput, match=f"task {name}: has no problems for split {split} .*; left out: none"):
+            task_of(name, path).problem(split, 0)
     with pytest.raises(BadInput, match=r"task math: .* split rl .*; left out: 1 also in a test part \(train\)"):
-        task_of("math", *same).problem("rl", 0)
+        task_of("math", path, write(tmp_path / "test.jsonl", [plain(1)])).problem("rl", 0)
 
 
 def test_sft_and_rl_share_no_problem_and_test_is_no_part_of_them(task):
     assert len(prompts(task, "sft")) + len(prompts(task, "rl")) == len(prompts(task, "sft") | prompts(task, "rl")) == 60
     assert prompts(task, "test_in") == {plain(k, "test")["problem"] for k in range(40)}
-
-
-def test_splits_are_endless_and_every_epoch_has_each_problem_once_in_an_order_of_its_own(task):
-    size = task.num_problems("test_in")
-    epochs = [[task.problem("test_in", epoch * size + k).prompt for k in range(size)] for epoch in (0, 1, 250_000)]
-    assert all(set(epoch) == prompts(task, "test_in") and len(set(epoch)) == size for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
 def test_a_problem_is_a_function_of_seed_split_and_index(tmp_path):
@@ -345,18 +293,21 @@ def test_a_solution_demo_is_the_worked_solution_and_right(task):
 def test_a_corrupted_solution_has_another_answer_half_of_the_time(task):
     problem, right = task.problem("rl", 0), 0
     demo = task.solution_demo(problem, random.Random(0))
-    for i in range(400):
+    for i in range(200):
         solution = task.corrupted_solution(problem, random.Random(i))
         assert (solution.split("<answer>")[0] == demo.split("<answer>")[0]
                 and task.check(problem, solution) is (solution == demo))
         right += solution == demo
-    assert abs(right / 400 - 0.5) < 0.08  # three standard errors
+    assert abs(right / 200 - 0.5) < 0.11  # three standard errors
 
 
 def test_where_the_answer_is_no_number_the_other_one_is_of_another_problem(tmp_path):
-    rows = [{"problem": f"x{k}?", "answer": answer, "solution": "See."}
+    """Rows without a solution are for RL alone."""
+    rows = [{"problem": f"x{k}?", "answer": answer, "solution": "See." * (k % 2)}
             for k, answer in enumerate(["\\sqrt{2}", "\\sqrt{3}", "\\pi"] * 20)]
     task = task_of("math", write(tmp_path / "rows.jsonl", rows))
+    assert task.num_problems("sft") > 5 and task.num_problems("sft") + task.num_problems("rl") == 60
+    assert all(task.solution_demo(task.problem("sft", i), random.Random(0)) for i in range(task.num_problems("sft")))
     problem = task.problem("sft", 0)
     answers = {task.fmt.answer(task.corrupted_solution(problem, random.Random(i))) for i in range(50)}
     assert answers == {"\\sqrt{2}", "\\sqrt{3}", "\\pi"}
@@ -373,41 +324,19 @@ def test_without_worked_solutions_there_is_nothing_to_demonstrate(tmp_path):
     task = task_of("amc", write(tmp_path / "rows.jsonl", [plain(1)]))
     problem, rng = task.problem("test_in", 0), random.Random(0)
     for demo in (task.solution_demo, task.corrupted_solution,
-                 lambda problem, rng: task.verification_demo(problem, "", rng)):
+                 lambda *args: task.verification_demo(args[0], "", args[1])):
         with pytest.raises(BadInput, match="task amc: nothing to demonstrate, --amc-data has no worked solution"):
             demo(problem, rng)
 
 
 # The real files
 
-def test_the_real_files_have_the_known_sizes_and_share_nothing(real):
+@pytest.mark.skipif(not os.path.isdir(REAL), reason=f"{REAL} is absent: set NANOCHAT_DATA")
+def test_the_real_files_have_the_known_sizes_and_share_nothing():
+    real = task_of("math", REAL)
     lost = real.dropped["train", "without an answer that can be graded"]  # two have none; the rest is up to the parser
     assert 2 <= lost <= 5 and real.dropped == {("train", "repeated"): 2, ("train", "longer than 3000 characters"): 2,
                                                 ("train", "without an answer that can be graded"): lost}
     assert real.num_problems("test_in") == 500 and real.num_problems("test_out") == 0 and real.num_problems("rl") > 5300
     texts = [text for split in ("sft", "rl", "test_in") for text in prompts(real, split)]
     assert len({" ".join(text.split()) for text in texts}) == len(texts) == 8890 + 500 - 2 - 2 - lost
-
-
-def test_every_real_gold_answer_is_right_when_it_is_given_back(real):
-    for split in ("sft", "rl", "test_in"):
-        for i in range(real.num_problems(split)):
-            problem = real.problem(split, i)
-            assert real.check(
-                problem, real.fmt.render_solution(["As is \\boxed{0}."], problem.answer)) is True, problem.answer
-            assert real.check(problem, f"So it is $\\boxed{{{problem.answer}}}$.") is True, problem.answer
-
-
-def test_the_real_files_have_no_worked_solutions(real):
-    with pytest.raises(BadInput, match="task math: nothing to demonstrate"):
-        real.solution_demo(real.problem("rl", 0), random.Random(0))
-
-
-def test_rows_without_a_solution_are_for_rl_alone(tmp_path):
-    """A part that has solutions of some problems demonstrates those."""
-    rows = [{"problem": f"{i}+1?", "answer": str(i + 1), "solution": f"\\boxed{{{i + 1}}}" if i % 2 else ""}
-            for i in range(60)]
-    task = task_of("math", write(tmp_path / "train.jsonl", rows), write(tmp_path / "test.jsonl", [plain(999)]))
-    assert task.num_problems("sft") > 5 and task.num_problems("sft") + task.num_problems("rl") == 60
-    for i in range(task.num_problems("sft")):
-        assert task.solution_demo(task.problem("sft", i), random.Random(0))

@@ -16,7 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from nanochat.common import BadInput
 from nanochat.recipes.reward_models import cooper
-from nanochat.rl.play.play import apply_update
+from nanochat.rl.play.updates import apply_update
 from scripts import tango_rl
 
 

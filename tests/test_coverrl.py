@@ -15,7 +15,7 @@ from test_ttrl import assert_gold_answers_change_nothing, written
 from nanochat import recipes
 from nanochat.common import BadInput
 from nanochat.recipes.self_play.coverrl import is_kept, to_verify, with_form
-from nanochat.rl.play.play import apply_update
+from nanochat.rl.play.updates import apply_update
 from nanochat.rl.records.prompts import refine_prompt
 from tasks import make_task
 

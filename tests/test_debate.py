@@ -4,9 +4,7 @@ the paper's loss in fp64, what is refused.
 
     python -m pytest tests/test_debate.py -q
 """
-import importlib.util
 import math
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,6 +13,7 @@ import torch
 from test_dpo import assert_close, gradient_of, log_likelihoods, moved_by, parsed, random_play
 from torch.nn.functional import logsigmoid
 
+from dev.experiments import debate_slope
 from nanochat import recipes
 from nanochat.common import BadInput
 from nanochat.recipes.self_play import _debates as debates
@@ -80,16 +79,7 @@ def test_against_itself_the_start_wins_half():
         assert debate_scores([[c, c, c + 1e-7, c, c, 1.0, 0.0]])["gen/win_rate_against_start"] == 0.5
 
 
-@pytest.fixture(scope="module")
-def debate_slope():
-    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "dev", "debate_slope.py")
-    spec = importlib.util.spec_from_file_location("debate_slope", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_slope_lets_each_seed_have_its_own_level(debate_slope):
+def test_the_slope_lets_each_seed_have_its_own_level():
     line = lambda level, rise, *skills: [(x, level + rise * x) for x in skills]
     same = [line(0.1, 0.4, 0.5, 0.6, 0.8), line(0.5, 0.4, 0.5, 0.9)]
     assert debate_slope.slope(same) == pytest.approx(0.4)
@@ -101,14 +91,14 @@ def test_the_slope_lets_each_seed_have_its_own_level(debate_slope):
     assert debate_slope.half_width(mixed) == pytest.approx(12.706 * 0.5 ** 0.5 / 2 ** 0.5, rel=1e-3)
 
 
-def test_without_a_change_of_skill_there_is_no_slope(debate_slope):
+def test_without_a_change_of_skill_there_is_no_slope():
     flat = [(0.5, 0.1), (0.5, 0.9)]
     assert debate_slope.slope([flat]) is None and debate_slope.slope([flat, [(0.4, 0.2)]]) is None
     assert debate_slope.half_width([flat, [(0.1, 0.1), (0.2, 0.2)]]) is None  # of one seed there is no interval
     assert debate_slope.slope([]) is None
 
 
-def test_the_slopes_of_a_csv_are_printed_for_what_it_has(debate_slope, tmp_path, capsys):
+def test_the_slopes_of_a_csv_are_printed_for_what_it_has(tmp_path, capsys):
     rows = [(seed, tokens, metric, value) for seed in (1, 2) for tokens, skill, accuracy in
             ((0, 0.5, 0.6), (9, 0.7, 0.7 + seed / 50)) for metric, value in
             (("gen/win_rate_against_start_in", skill), ("gen/judge_accuracy_in", accuracy))]

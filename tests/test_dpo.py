@@ -1,5 +1,6 @@
 """
-DPO: pairs and coefficients by hand, the update against autograd of the paper's loss in fp64, ranks, a short run.
+DPO: pairs and coefficients by hand, the update against autograd of the paper's loss in fp64, ranks. And the random
+models with which all recipes are tested.
 
     python -m pytest tests/test_dpo.py -q
 """
@@ -20,9 +21,10 @@ from nanochat.kernels.losses import PolicyLoss
 from nanochat.recipes.policy.dpo import right_and_wrong
 from nanochat.rl.learn.roles import Role
 from nanochat.rl.learn.state import RunState
-from nanochat.rl.play.pairs import learn_from_pairs, margins, pair_coefficients
-from nanochat.rl.play.play import Play, apply_update
+from nanochat.rl.play.pairs import learn_from_pairs, pair_coefficients
+from nanochat.rl.play.play import Play
 from nanochat.rl.play.sampling import Sampler
+from nanochat.rl.play.updates import apply_update
 from nanochat.storage.files import path_of
 from nanochat.storage.run import Run
 from scripts import tango_rl
@@ -34,11 +36,20 @@ FLAGS = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--max-new-
          "--save-every", "1"]
 
 
+# Helpers, also of other files
+
 def parsed(recipe: str, *flags: str):
     return parse(tango_rl, ["--recipe", recipe, *FLAGS, *flags])
 
 
-def random_model(vocab_size: int, seed: int) -> GPT:
+def assert_refused(recipe: str, words: str, *flags: str) -> None:
+    """That settings which do not go together are refused in one line."""
+    args = parsed(recipe, *flags)
+    with pytest.raises(BadInput, match=f"^{words}[^\n]*$"):
+        recipes.load(recipe).check(args, make_task(args))
+
+
+def random_model(vocab_size: int = 265, seed: int = 0) -> GPT:
     """A model in float64 whose every parameter is random."""
     model = GPT(GPTConfig(128, vocab_size, 2, 2, 1, 32, "L"), torch.float64).double()
     draw = torch.Generator().manual_seed(seed)
@@ -61,30 +72,38 @@ def random_play(recipe: str, *flags: str) -> Play:
         parameters = list(model.parameters())
         optimizer = torch.optim.SGD(parameters, lr=1.0) if spec.trained else None
         roles[name] = Role(name, model, parameters, optimizer, reference, 1.0)
+    totals = dict.fromkeys(roles, args.num_steps) | getattr(recipe, "updates", lambda args: {})(args)
     return Play(args, Run("r", CPU, *rank_and_world(), ""), Sampler(task, tokenizer, args.seed), roles,
-                recipe.draws(args), {"generator": args.num_steps},
-                RunState(role_steps=dict.fromkeys(roles, 0)), PolicyLoss())
+                recipe.draws(args), totals, RunState(role_steps=dict.fromkeys(roles, 0)), PolicyLoss())
 
 
 def weights_of(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def moved_by(t: Play, update) -> dict[str, torch.Tensor]:
-    """How far an update moves the generator's weights back: with SGD at rate 1 its gradient."""
-    before = weights_of(t.roles["generator"].model)
+def are_equal(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def moved_by(t: Play, update, role: str = "generator") -> dict[str, torch.Tensor]:
+    """How far an update moves a role's weights back: with SGD at rate 1 its gradient."""
+    before = weights_of(t.roles[role].model)
     assert apply_update(t, update)["skipped"] == 0
-    return {name: before[name] - after for name, after in weights_of(t.roles["generator"].model).items()}
+    return {name: before[name] - after for name, after in weights_of(t.roles[role].model).items()}
 
 
-def log_likelihoods(model, rollouts) -> list[torch.Tensor]:
-    """log pi of each whole completion, from plain forwards over prompt and completion."""
+def token_logprobs(model, rollouts) -> list[torch.Tensor]:
+    """log pi of each completion's tokens, from plain forwards over prompt and completion."""
     found = []
     for prompt, completion in zip(rollouts.prompt_of(), rollouts.completions(), strict=True):
         hidden = model.trunk(torch.tensor([prompt.ids + completion]))[0, len(prompt.ids) - 1: -1]  # (T, C)
-        logprobs = torch.log_softmax(model.head(hidden), dim=-1)
-        found.append(logprobs.gather(1, torch.tensor(completion)[:, None]).sum())
+        found.append(torch.log_softmax(model.head(hidden), dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
     return found
+
+
+def log_likelihoods(model, rollouts) -> list[torch.Tensor]:
+    """log pi of each whole completion."""
+    return [row.sum() for row in token_logprobs(model, rollouts)]
 
 
 def literal_loss(model, reference, rollouts, pairs, beta: float) -> torch.Tensor:
@@ -106,6 +125,27 @@ def assert_close(a: dict, b: dict, tolerance: float) -> None:
         assert (a[name] - b[name]).abs().max() <= tolerance * scale, name
 
 
+def of_one_and_two_ranks(share, folder) -> list[dict]:
+    """What share(folder), a function of a test's module, keeps in the folder: alone, and as either of two ranks."""
+    share(str(folder))
+    on_two_ranks(share, str(folder))
+    return [torch.load(folder / f"{name}.pt", weights_only=True) for name in ("0of1", "0of2", "1of2")]
+
+
+def keep(t: Play, found: dict, folder: str) -> None:
+    torch.save(found, f"{folder}/{t.run.rank}of{t.run.world}.pt")
+
+
+def records(base, name: str = "metrics.jsonl", run: str = "r") -> list[dict]:
+    with open(base / "runs" / run / name) as f:
+        return [json.loads(line) for line in f]
+
+
+def saved(base, folder: str, step: int) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint."""
+    return torch.load(base / folder / f"model_{step:06d}.pt", weights_only=True)
+
+
 # By hand
 
 def test_a_group_gives_as_many_pairs_as_use_no_rollout_twice():
@@ -114,17 +154,8 @@ def test_a_group_gives_as_many_pairs_as_use_no_rollout_twice():
     outcomes, group_id = [True, True, False, False, True, False, False, None, True], [7, 9, 7, 7, 7, 7, 8, 8, 8]
     assert right_and_wrong(outcomes, group_id) == ([0, 4, 8], [2, 3, 6])
     assert right_and_wrong(outcomes, group_id, most=1) == ([0, 8], [2, 6])
-
-
-@pytest.mark.parametrize("outcomes", [[], [True, True], [False, False], [None, True], [None, None]])
-def test_a_group_without_both_kinds_gives_no_pair(outcomes):
-    assert right_and_wrong(outcomes, [0] * len(outcomes)) == ([], [])
-
-
-def test_the_margin_is_beta_times_the_difference_of_log_ratios():
-    # 0.1 * (1 - -1) = 0.2, 0.1 * (3 - 5) = -0.2
-    u = margins(torch.tensor([1.0, 3.0, -1.0, 5.0]), [0, 1], [2, 3], 0.1)
-    assert u.tolist() == pytest.approx([0.2, -0.2])
+    for outcomes in ([], [True, True], [False, False], [None, True], [None, None]):
+        assert right_and_wrong(outcomes, [0] * len(outcomes)) == ([], [])
 
 
 @pytest.mark.parametrize("u, pull", [
@@ -152,13 +183,15 @@ def test_the_update_takes_the_gradient_of_the_papers_loss(base, most):
     t = random_play("dpo", "--pairs-per-problem", str(most), "--beta", "0.3")
     update, = recipes.load("dpo").play(t)
     (rollouts, _), = update.parts
-    pairs = []
+    pairs, texts = [], rollouts.texts
     for g in range(len(rollouts.prompts)):
         rows = [n for n in range(len(rollouts)) if rollouts.group_id[n] == g]
         right, wrong = ([n for n in rows if rollouts.columns["outcome"][n] is kind] for kind in (True, False))
         assert len(right) == len(wrong) > 0 and (not most or len(right) == 1)
         pairs += zip(right, wrong, strict=True)
     assert len(pairs) > 2 and (most or len(pairs) > len(rollouts.prompts))  # some group has several, unless told not to
+    assert all(rollouts.columns["paired_with"][a] == texts[b] for w, l in pairs for a, b in ((w, l), (l, w)))
+    assert not rollouts.sampler_logprobs[rollouts.mask].isnan().any()  # the policy drew them
     generator = t.roles["generator"]
     loss = literal_loss(generator.model, generator.reference, rollouts, pairs, 0.3)
     expected = gradient_of(loss, generator.model)
@@ -173,8 +206,7 @@ def test_where_policy_and_reference_agree_the_loss_is_log_2(base):
     update, = recipes.load("dpo").play(t)
     assert t.metrics["gen/pair_loss"] == pytest.approx(math.log(2), rel=1e-12) and t.metrics["gen/margin"] == 0
     assert t.metrics["gen/pair_accuracy"] == 0  # a tie is not ranked rightly
-    advantages = update.parts[0][1]
-    assert advantages.abs().unique().tolist() == pytest.approx([2 * 0.1 / 2])  # 2 rollouts for each pair
+    assert update.parts[0][1].abs().unique().tolist() == pytest.approx([2 * 0.1 / 2])  # 2 rollouts for each pair
 
 
 def test_without_a_pair_there_is_no_update(base):
@@ -191,15 +223,11 @@ def play_share(folder: str) -> None:
     t.task.check = lambda problem, text: scored(problem, text) if problem.index % 2 == 0 else None
     update, = recipes.load("dpo").play(t)
     found = {name: t.metrics[f"gen/{name}"] for name in ("num_pairs", "pair_loss")}
-    found |= {"num_rollouts": len(update.parts[0][0]), "moved": moved_by(t, update)}
-    torch.save(found, f"{folder}/rank{t.run.rank}of{t.run.world}.pt")
+    keep(t, found | {"num_rollouts": len(update.parts[0][0]), "moved": moved_by(t, update)}, folder)
 
 
 def test_a_rank_without_pairs_takes_part_in_the_step_of_the_others(base, tmp_path):
-    play_share(str(tmp_path))
-    on_two_ranks(play_share, str(tmp_path))
-    names = ("rank0of1", "rank0of2", "rank1of2")
-    one, first, second = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in names)
+    one, first, second = of_one_and_two_ranks(play_share, tmp_path)
     assert one["num_rollouts"] == first["num_rollouts"] > 0 == second["num_rollouts"]
     for found in (first, second):
         assert found["num_pairs"] == one["num_pairs"]
@@ -211,8 +239,8 @@ def test_two_equal_completions_count_in_the_mean_and_pull_nothing(base):
     t = random_play("dpo")
     prompts = t.solve_prompts([t.task.problem("rl", 0)] * 4)
     rollouts = t.written("generator", prompts, ["0+1:1;=1", "0+1:2;=2", "0+1:1;=1", "0+1:1;=1"])
-    reference = t.logprobs("generator", rollouts, reference=True)
-    update, = learn_from_pairs(t, "generator", rollouts, [0, 2], [1, 3], reference)
+    update, = learn_from_pairs(t, "generator", rollouts, [0, 2], [1, 3],
+                               t.logprobs("generator", rollouts, reference=True))
     advantages = update.parts[0][1]
     assert not advantages[2:].any() and advantages[:2].any() and t.metrics["gen/frac_equal"] == 0.5
     generator = t.roles["generator"]
@@ -221,38 +249,6 @@ def test_two_equal_completions_count_in_the_mean_and_pull_nothing(base):
     assert_close(moved_by(t, update), expected, 1e-5)
 
 
-# A run
-
-@pytest.mark.parametrize("flags", [["--beta", "0"], ["--beta", "nan"], ["--updates-per-batch", "2"],
-                                   ["--num-samples", "1"], ["--pairs-per-problem", "-1"]])
-def test_settings_that_cannot_work_are_refused(flags):
-    with pytest.raises(BadInput, match=flags[0]):
-        args = parsed("dpo", *flags)
-        recipes.load("dpo").check(args, make_task(args))
-
-
-def records(base, name: str) -> list[dict]:
-    with open(base / "runs" / "r" / name) as f:
-        return [json.loads(line) for line in f]
-
-
-def test_a_run_logs_its_pairs_and_moves_the_generator_where_there_are_some(base):
-    tango_rl.main(parsed("dpo", "--run", "r"))
-    folder = base / "chatrl_checkpoints" / "r-gen"
-    before = torch.load(base / "chatsft_checkpoints" / "tiny" / "model_000200.pt", weights_only=True)
-    names = {"num_pairs", "pair_loss", "pair_accuracy", "margin", "log_ratio/chosen", "log_ratio/rejected", "reward",
-             "unscorable"}
-    log = records(base, "metrics.jsonl")
-    for step, record in enumerate(log):
-        assert {f"gen/{name}" for name in names} <= record.keys()
-        after = torch.load(folder / f"model_{step + 1:06d}.pt", weights_only=True)
-        has_moved = any(not torch.equal(before[name], after[name]) for name in before)
-        assert has_moved == (record["gen/num_pairs"] > 0) == ("without_update" not in record)
-        if has_moved:
-            assert record["gen/rollout_logprobs_diff_max"] < 1e-4 and record["gen/skipped"] == 0
-        before = after
-    has_pairs = any(record["gen/num_pairs"] for record in log)  # whether the tiny start is right now and then
-    assert (base / "runs" / "r" / "rollouts.jsonl").exists() == has_pairs
-    for rollout in records(base, "rollouts.jsonl") if has_pairs else []:
-        assert rollout["paired_with"] != rollout["solution"]
-        assert all((a > 0) == rollout["outcome"] for a in rollout["advantages"])  # the right one is chosen
+@pytest.mark.parametrize("recipe", ["dpo", "debate", "self_rewarding"])
+def test_a_pair_needs_two_samples(recipe):
+    assert_refused(recipe, "--num-samples 1: must be at least 2, for a pair", "--num-samples", "1")

@@ -1,6 +1,6 @@
 """
-Verdict tokens as a scalar verifier: where they are asked, the coefficients of losses of their log-odds by hand and
-against autograd, and updates against the gradient of the real loss.
+Verdict tokens as a scalar verifier: where they are asked, the coefficients of losses of their log-odds by hand, and
+updates against the gradient of the real loss.
 
     python -m pytest tests/test_log_odds.py -q
 """
@@ -10,15 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_dpo import random_model
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from nanochat.common import BadInput
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.learn.roles import Role
 from nanochat.rl.learn.state import RunState
-from nanochat.rl.play.play import Draw, Play, Update, apply_update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.play.sampling import Sampler
+from nanochat.rl.play.updates import apply_update
 from nanochat.rl.records.prompts import Prompt, Solution
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.log_odds import (PLACES, after_steps, bce_coefficients, end_read, ended, log_odds, mean_over,
@@ -34,16 +36,6 @@ TOKENIZER = SimpleNamespace(stop_tokens=[END], encode=lambda text: [ord(c) for c
                             decode=lambda ids: "".join(map(chr, ids)))
 # Three solutions: their lengths, and where their steps end. Each is ended after its steps.
 LENGTHS, STEPS = [5, 3, 6], [Solution("", [1, 3]), Solution("", []), Solution("", [0, 2, 4])]
-
-
-def random_model(seed: int = 0) -> GPT:
-    """In float64, every parameter random."""
-    model = GPT(GPTConfig(64, 265, 2, 2, 1, 32, "L"), torch.float64).double()
-    draw = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        scale = p.shape[1] ** -0.5 if p.dim() == 2 else 0.5
-        p.data = scale * torch.randn(p.shape, generator=draw, dtype=torch.float64)
-    return model
 
 
 def rollouts_of(lengths=LENGTHS, seed: int = 0) -> Rollouts:
@@ -170,19 +162,6 @@ def test_a_pair_pulls_by_how_wrongly_it_is_ranked():
     assert pair_coefficients(scores, [], []).tolist() == [0, 0, 0, 0]
 
 
-def test_coefficients_are_minus_the_derivative_of_their_loss():
-    s = torch.tensor([[-2.0, 0.3, 1.0, 5.0]], dtype=torch.float64, requires_grad=True)
-    labels, places = torch.tensor([[1.0, 0.2, 0.0, 1.0]], dtype=torch.float64), torch.ones(1, 4, dtype=torch.bool)
-    losses = {bce_coefficients: binary_cross_entropy_with_logits(s, labels, reduction="sum"),
-              squared_coefficients: ((torch.sigmoid(s) - labels) ** 2 / 2).sum()}
-    for coefficients, loss in losses.items():
-        gradient, = torch.autograd.grad(loss, s)
-        torch.testing.assert_close(coefficients(s.detach(), labels, places), -gradient)
-    pairs = -logsigmoid(s[0, 0] - s[0, 1]) - logsigmoid(s[0, 2] - s[0, 1]) - logsigmoid(s[0, 0] - s[0, 3])
-    gradient, = torch.autograd.grad(pairs, s)
-    torch.testing.assert_close(pair_coefficients(s[0].detach(), [0, 2, 0], [1, 1, 3]), -gradient[0])
-
-
 # Updates
 
 @pytest.mark.parametrize("name", PLACES)
@@ -207,19 +186,3 @@ def test_an_update_is_the_gradient_of_the_mean_bradley_terry_loss():
     scores = [true_log_odds(model, rollouts, n)[-1] for n in range(3)]
     loss = -sum(logsigmoid(scores[w] - scores[l]) for w, l in zip(chosen, rejected, strict=True)) / 2
     assert_update_is(model, parts, loss)
-
-
-def test_parts_of_two_losses_share_one_step():
-    model, rollouts = random_model(), rollouts_of()
-    t, places = play_of(model), PLACES["end"](rollouts, STEPS)
-    labels = places.float()
-    verdicts = verdict_parts(t, rollouts, bce_coefficients(log_odds(t, "verifier", rollouts), labels, places))
-    whole = mean_over(t, [*verdicts, (replace(rollouts, targets=None), 0.5 * torch.ones(labels.shape))], 3)
-    log_likelihood, scores = 0.0, []
-    for n, completion in enumerate(rollouts.completions()):
-        prompt = rollouts.prompt_of()[n].ids
-        logits = model.head(model.trunk(torch.tensor([prompt + completion]))[0, len(prompt) - 1: -1])
-        logprobs = torch.log_softmax(logits.double(), dim=-1)
-        log_likelihood = log_likelihood + logprobs.gather(1, torch.tensor(completion)[:, None]).sum()
-        scores.append(logprobs[-1, ord("T")] - logprobs[-1, ord("F")])
-    assert_update_is(model, whole, (-sum(map(logsigmoid, scores)) - 0.5 * log_likelihood) / 3)

@@ -18,7 +18,7 @@ from nanochat.common import BadInput
 from nanochat.recipes.policy.magrpo import aligned, cross, returns_of
 from nanochat.rl.credit.advantages import PRESETS, source_advantages
 from nanochat.rl.credit.rewards import terminal_rewards
-from nanochat.rl.play.play import apply_update
+from nanochat.rl.play.updates import apply_update
 from tasks import make_task
 
 magrpo = recipes.load("magrpo")

@@ -10,7 +10,7 @@ from test_proposals import BETTER, GOOD, in_which
 from nanochat import recipes
 from nanochat.common import BadInput
 from nanochat.recipes.self_play.medvlsynther import passes, rubric_score
-from nanochat.rl.play.play import apply_update
+from nanochat.rl.play.updates import apply_update
 from nanochat.rl.records.prompts import parse_verification
 from tasks import make_task
 from tasks.formats import COMPACT

@@ -26,9 +26,10 @@ from nanochat.rl.learn.trainer import update
 from nanochat.rl.records.prompts import Prompt
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.run.flags import complete_args
-from nanochat.rl.run.plan import (Draw, Held, Setting, Speed, block_activations, describe_stop, draw_seconds, draws_of,
-                                  held_by, memory_plan, resident_bytes, sampling_bytes, saved_bytes, seconds_unheard,
-                                  show_plan, sizes_of, update_bytes, variants)
+from nanochat.rl.run.memory import (Held, Setting, block_activations, memory_plan, resident_bytes, sampling_bytes,
+                                    sizes_of, update_bytes)
+from nanochat.rl.run.plan import Draw, Speed, describe_stop, draw_seconds, draws_of, held_by, seconds_unheard, show_plan, variants
+from nanochat.rl.run.memory import saved_bytes
 from nanochat.slots import Slots
 from nanochat.weights import allocate, copy_of, inference_model
 from scripts import plan_memory, tango_rl

@@ -21,9 +21,10 @@ from nanochat.rl.learn.packing import pack
 from nanochat.rl.learn.roles import Role
 from nanochat.rl.learn.state import RunState, check_memory
 from nanochat.rl.learn.trainer import GAPS, update
-from nanochat.rl.play import play as play_module
-from nanochat.rl.play.play import Draw, Play, Update, apply_update, check_loss
+from nanochat.rl.play import updates as play_module
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.play.sampling import Sampler
+from nanochat.rl.play.updates import apply_update, check_loss
 from nanochat.rl.records.prompts import Prompt, empty_verifier_prompt, generator_prompt, quoting_prompt, refine_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
 from nanochat.rl.run.progress import health_warnings, print_step

@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from nanochat.common import BadInput
 from nanochat.recipes.policy import ppo
 from nanochat.rl.credit.advantages import alone, whiten
-from nanochat.rl.play.play import apply_update
+from nanochat.rl.play.updates import apply_update
 from scripts import tango_rl
 
 

@@ -18,8 +18,8 @@ from nanochat.common import BadInput
 from nanochat.recipes.self_play.multi_agent_evolve import (JUDGE_REWARDS, judge_score, proposer_reward, role_advantages,
                                                            solver_reward)
 from nanochat.rl.credit.advantages import whiten
-from nanochat.rl.play.play import apply_update
 from nanochat.rl.play.proposals import azr, drawn, earns, one_minus, parabola, propose, spread
+from nanochat.rl.play.updates import apply_update
 from nanochat.rl.records.prompts import parse_verification
 from tasks import make_task
 from tasks.common import in_split

@@ -1,9 +1,5 @@
-"""
-Reasoning Gym: the splits of gsm_symbolic's templates, its demonstrations and step labels, other sets and their scorers,
-options, and the lenient accuracy.
-
-    python -m pytest tests/test_reasoning_gym.py
-"""
+"""Reasoning Gym: the splits of gsm_symbolic's templates, its demonstrations and step labels, other sets and their
+scorers, options, and the lenient accuracy."""
 import argparse
 import random
 import sys
@@ -54,7 +50,7 @@ def solution_of(task, *steps: str, answer: str = "1") -> str:
 
 # Problems
 
-@pytest.mark.parametrize("name", ["gsm_symbolic", *OTHERS])
+@pytest.mark.parametrize("name", ["gsm_symbolic", "chain_sum"])
 def test_a_problem_is_a_function_of_seed_split_and_index(name):
     problems = {}
     for seed in ("0", "1"):
@@ -101,19 +97,12 @@ def test_every_template_is_sound_in_all_but_few_draws():
         assert num_unsound <= (8 if template in (3, 24) else 0), template
 
 
-@pytest.mark.parametrize("changes, sound", [
-    ({}, True),
-    ({"answer": "6"}, False),                                    # no number of the last line
-    ({"answer": "-5"}, False),
-    ({"lines": ("2 boys + 3 girls = 6 kids", "so 5")}, False),   # an equation that does not hold
-    ({"question": "How many are 0.333333 of 15?"}, False),
-])
-def test_a_worked_solution_is_sound_where_it_holds_and_ends_in_the_answer(changes, sound):
+def test_a_worked_solution_is_sound_where_it_holds_and_ends_in_the_answer():
     example = gym.Example("How many are 2 boys and 3 girls?", "5", ("2 boys + 3 girls = 5 kids",))
-    assert gym.is_sound(example._replace(**changes)) is sound
-
-
-def test_lines_are_those_with_a_number_without_bullets_and_headings():
+    assert gym.is_sound(example) is True
+    for changes in ({"answer": "6"}, {"answer": "-5"}, {"lines": ("2 boys + 3 girls = 6 kids", "so 5")},
+                    {"question": "How many are 0.333333 of 15?"}):
+        assert gym.is_sound(example._replace(**changes)) is False, changes
     worked = "Let's solve this:\n\n1. Initial amounts:\n   • He has 3.0 jars\n   - So 3.0 × 2 = 6.0\nDone.\n#### 6.0"
     assert gym.worked_lines(worked) == ["He has 3 jars", "So 3 × 2 = 6"]
 
@@ -128,22 +117,12 @@ def test_short_problems_are_those_of_the_templates_with_few_lines():
         assert short.problem(split, 0) == problems[0]
 
 
-@pytest.mark.parametrize("flags, complaint", [
-    (["--reasoning-gym-most-lines", "1"], "most-lines 1: no problem is as short; the least is 2"),
-    (["--reasoning-gym-most-lines", "-1"], "most-lines -1: no problem is as short; the least is 2"),
-    (["--reasoning-gym-most-lines", "2", "--reasoning-gym-name", "chain_sum"], "is of gsm_symbolic, and chain_sum has"),
-])
-def test_lines_that_no_problem_can_have_are_refused(flags, complaint):
-    with pytest.raises(BadInput, match=complaint):
-        task_of(*flags)
-
-
 # Demonstrations
 
 @EVERY_FORMAT
 @pytest.mark.parametrize("split", SPLITS)
 def test_demonstrations_end_in_the_gold_answer_and_are_right_in_every_step(task, split):
-    for i in range(80):
+    for i in range(40):
         problem = task.problem(split, i)
         demo = task.solution_demo(problem, random.Random(0))
         lines = [task.fmt.step_body(demo[s:e]) for s, e in task.fmt.step_spans(demo)]
@@ -169,13 +148,11 @@ def test_a_corrupted_solution_is_right_or_has_one_slip_that_label_and_verifier_n
     assert abs(seen[True] / 300 - 0.5) < 0.09 and slips > 0.9 * seen[False]  # three standard errors
 
 
-@pytest.mark.parametrize("answer, right", [
-    ("{}", True), ("{}.0", True), ("${}", True), ("-{}", False), ("1{}", False), ("{}, 7", False), ("", False),
-    ("about", False), ("{} or 3", False),
-])
-def test_wrong_answers_are_wrong(task, answer, right):
+def test_wrong_answers_are_wrong(task):
     problem = task.problem("rl", 0)
-    assert task.check(problem, solution_of(task, answer=answer.replace("{}", problem.answer))) is right
+    for answer, right in {"{}": True, "{}.0": True, "${}": True, "-{}": False, "1{}": False, "{}, 7": False, "": False,
+                          "about": False, "{} or 3": False}.items():
+        assert task.check(problem, solution_of(task, answer=answer.replace("{}", problem.answer))) is right
 
 
 # Equations and step labels
@@ -275,20 +252,14 @@ def test_a_part_of_a_score_is_a_reward_and_no_right_answer():
         scores_of(SimpleNamespace(name="odd", score=lambda *_: 2), problems, texts, [True, False, None])
 
 
-@pytest.mark.parametrize("name, answer", [("prime_factorization", "x"), ("boxnet", "null"), ("game_of_life", "{}")])
-def test_an_answer_that_a_scorer_cannot_read_is_wrong(name, answer):
-    made = task_of("--reasoning-gym-name", name)
-    assert made.score(made.problem("rl", 0), solution_of(made, answer=answer)) == 0
-
-
-def test_an_answer_that_is_far_too_long_is_not_scored():
+def test_an_answer_that_a_scorer_cannot_read_is_wrong_and_one_far_too_long_not_scored():
+    for name, answer in (("prime_factorization", "x"), ("boxnet", "null"), ("game_of_life", "{}")):
+        made = task_of("--reasoning-gym-name", name)
+        assert made.score(made.problem("rl", 0), solution_of(made, answer=answer)) == 0
     made = task_of("--reasoning-gym-name", "chain_sum")
     problem = made.problem("rl", 0)
     scores = [made.score(problem, solution_of(made, answer=problem.answer + " x" * n)) for n in (1, 800)]
     assert 0 < scores[0] < 1 and scores[1] == 0
-
-
-def test_a_set_without_a_single_answer_has_no_demonstrations():
     made = task_of("--reasoning-gym-name", "graph_color")
     with pytest.raises(BadInput, match="nothing to demonstrate, graph_color has no single answer"):
         made.solution_demo(made.problem("sft", 0), random.Random(0))
@@ -322,6 +293,9 @@ def test_out_options_make_test_out_harder():
     (["--reasoning-gym-name", "chain_sum", "--reasoning-gym-out-options", "terms=9"],
      "--reasoning-gym-out-options terms=9: expected KEY=VALUE"),
     (["--reasoning-gym-out-options", "difficulty=1"], "test_out of gsm_symbolic is other templates"),
+    (["--reasoning-gym-most-lines", "1"], "most-lines 1: no problem is as short; the least is 2"),
+    (["--reasoning-gym-most-lines", "-1"], "most-lines -1: no problem is as short; the least is 2"),
+    (["--reasoning-gym-most-lines", "2", "--reasoning-gym-name", "chain_sum"], "is of gsm_symbolic, and chain_sum has"),
 ])
 def test_a_set_or_an_option_that_cannot_be_is_one_line(flags, words):
     with pytest.raises(BadInput) as error:
@@ -329,12 +303,8 @@ def test_a_set_or_an_option_that_cannot_be_is_one_line(flags, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_every_refused_set_is_one_of_the_library():
-    import reasoning_gym
-    assert set(gym.REFUSED) <= reasoning_gym.factory.DATASETS.keys()
-
-
 def test_without_the_library_there_is_one_line(monkeypatch, capsys, tmp_path):
+    assert set(gym.REFUSED) <= sys.modules["reasoning_gym"].factory.DATASETS.keys()
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     gym.data_set.cache_clear()
     with pytest.raises(SystemExit) as end:

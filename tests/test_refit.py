@@ -14,7 +14,7 @@ from nanochat.common import BadInput
 from nanochat.recipes.tango import refit
 from nanochat.rl.credit.advantages import PRESETS, merge
 from nanochat.rl.credit.rewards import outcome_rewards, step_rewards
-from nanochat.rl.play.play import apply_update
+from nanochat.rl.play.updates import apply_update
 from nanochat.rl.verify.judges import JUDGES
 from nanochat.rl.verify.log_odds import PLACES
 from scripts import tango_rl

@@ -9,7 +9,7 @@ from test_dpo import parsed, random_play, weights_of
 
 from nanochat import recipes
 from nanochat.common import BadInput
-from nanochat.rl.play.play import apply_update
+from nanochat.rl.play.updates import apply_update
 from tasks import make_task
 
 self_verify = recipes.load("self_verify")

@@ -12,7 +12,7 @@ from test_dpo import parsed, random_play
 from nanochat import recipes
 from nanochat.common import BadInput
 from nanochat.recipes.search.ssp import FILTERED, why_filtered
-from nanochat.rl.play.play import apply_update
+from nanochat.rl.play.updates import apply_update
 from tasks import make_task
 from tasks.common import Problem, in_split
 

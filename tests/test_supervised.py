@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TASK_FLAGS, parse, rl_flags, write_labelled
-from test_log_odds import assert_update_is, play_of, random_model, true_log_odds
+from test_dpo import assert_refused, random_model
+from test_log_odds import assert_update_is, play_of, true_log_odds
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from nanochat.common import BadInput
 from nanochat.recipes.reward_models import orm, prm
 from nanochat.recipes.verifiers import genprm, genrm
 from nanochat.rl.records.prompts import Verification
+from nanochat.rl.verify import spots
 from nanochat.rl.verify.labelled import Labelled, as_rollouts, labelled_of_step
-from nanochat.rl.verify.spots import forced_verdicts, spot_of
 from nanochat.tokenizer import Tokenizer
 from scripts import tango_rl
 from tasks import make_task
@@ -60,7 +61,7 @@ def log_likelihood(model, prompt: list[int], completion: list[int]) -> torch.Ten
 
 
 def learned(t, recipe, known: bool = True) -> tuple:
-    """The one update of a step, and the labelled solutions that it learns from, as the recipe orders them."""
+    """The one update of a step, and the labelled solutions that it learns from."""
     rows = [row for row in labelled_of_step(t) if row.outcome is not None or not known]
     update, = recipe.play(t)
     return update, rows
@@ -73,11 +74,11 @@ def check_update(t, update, loss) -> None:
 
 # Updates
 
-@pytest.mark.parametrize("places", ["end", "tokens"])
-@pytest.mark.parametrize("loss", ["bce", "squared"])
+@pytest.mark.parametrize("places, loss", [("end", "bce"), ("tokens", "bce"), ("end", "squared")])
 def test_an_orm_learns_the_outcome_where_it_is_asked(labelled_play, places, loss):
-    t = labelled_play("orm", "--orm-places", places, "--orm-loss", loss)
+    t = labelled_play("orm", "--orm-places", places, "--orm-loss", loss, "--examples-per-step", "8")
     update, rows = learned(t, orm)
+    assert len(rows) == len(update.parts[0][0]) == 7  # the eighth has no outcome
     losses = []
     for n, row in enumerate(rows):
         s = true_log_odds(t.roles["verifier"].model, update.parts[0][0], n)
@@ -85,7 +86,7 @@ def test_an_orm_learns_the_outcome_where_it_is_asked(labelled_play, places, loss
         y = torch.full_like(s, float(row.outcome))
         losses += list(binary_cross_entropy_with_logits(s, y, reduction="none") if loss == "bce"
                        else (torch.sigmoid(s) - y) ** 2 / 2)
-    assert {row.outcome for row in rows} == {True, False}
+    assert {row.outcome for row in rows} == {True, False} and t.metrics["ver/num_labels"] == len(losses)
     check_update(t, update, sum(losses) / len(losses))
 
 
@@ -99,14 +100,40 @@ def test_an_orm_goes_on_to_model_right_solutions(labelled_play):
     check_update(t, update, -sum(map(logsigmoid, scores)) / len(rows) - 0.5 * right.mean())
 
 
-def test_a_prm_learns_each_steps_label_after_the_step(labelled_play):
-    t = labelled_play("prm")
+def check_prm(t, chance) -> None:
+    """That a step of a prm takes the gradient of the cross-entropy after each step, against a chance of its label."""
     update, rows = learned(t, prm, known=False)
     s = torch.cat([true_log_odds(t.roles["verifier"].model, update.parts[0][0], n)[after_steps(row.solution)]
                    for n, row in enumerate(rows)])
     labels = torch.tensor([label for row in rows for label in row.labels], dtype=torch.float64)
-    assert {0.0, 1.0} == set(labels.tolist())
-    check_update(t, update, binary_cross_entropy_with_logits(s, labels))
+    assert len(labels.unique()) == 2
+    check_update(t, update, binary_cross_entropy_with_logits(s, chance(labels)))
+
+
+def test_a_prm_learns_each_steps_label_after_the_step(labelled_play):
+    check_prm(labelled_play("prm"), lambda labels: labels)
+
+
+def test_a_prm_of_progress_learns_labels_from_minus_1_to_1(labelled_play):
+    t = labelled_play("prm", "--prm-labels", "progress")
+    path = Path(t.args.labels)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line | {"labels": [1.5 * label - 0.75 for label in line["labels"]]}) + "\n"
+                            for line in lines))
+    prm.check(t.args, t.task)
+    check_prm(t, lambda labels: (1 + labels) / 2)
+    t.args.prm_labels = "soft"
+    with pytest.raises(BadInput, match="has the label -0.75; labels are from 0 to 1 here"):
+        prm.check(t.args, t.task)
+
+
+def test_a_prm_learns_nothing_after_the_first_error(labelled_play):
+    t = labelled_play("prm", "--until-first-error")
+    update, rows = learned(t, prm, known=False)
+    first = [row.labels.index(0.0) if 0.0 in row.labels else len(row.labels) for row in rows]
+    wanted = [after_steps(row.solution)[: k + 1] for row, k in zip(rows, first, strict=True)]
+    assert [row.nonzero()[:, 0].tolist() for row in update.parts[0][1]] == wanted
+    assert any(k + 1 < len(row.labels) for row, k in zip(rows, first, strict=True))
 
 
 @pytest.mark.parametrize("coef", ["0", "0.25"])
@@ -126,7 +153,7 @@ def test_a_genrm_learns_the_verdicts_token_and_may_learn_to_solve(labelled_play,
     check_update(t, update, sum(losses) / len(losses) - float(coef) * torch.cat(right).mean())
 
 
-def test_a_genprm_learns_the_analyses_whose_verdicts_agree_with_the_labels(labelled_play, monkeypatch):
+def test_a_genprm_learns_the_analyses_whose_verdicts_agree_with_the_labels(labelled_play, monkeypatch, capsys):
     t = labelled_play("genprm", "--kept-per-solution", "1")
     rows, mark = labelled_of_step(t), {True: "T", False: "F"}
     gold = ["".join(mark[label > 0] + ";" for label in row.labels) + f"={mark[row.outcome is not False]}"
@@ -145,58 +172,21 @@ def test_a_genprm_learns_the_analyses_whose_verdicts_agree_with_the_labels(label
     likelihoods = [log_likelihood(model, kept.prompt_of()[n].ids, kept.completions()[n]) for n in range(len(gold))]
     check_update(t, update, -torch.cat(likelihoods).mean())
     assert t.metrics["ver/kept"] == 6 and t.metrics["ver/reward"] == 0.75
-
-
-def test_where_no_analysis_agrees_nothing_is_learned(labelled_play, monkeypatch):
-    t = labelled_play("genprm")
-    monkeypatch.setattr(type(t), "verify", lambda t, draw, solutions, copies: t.written(
-        "verifier", [p for p in t.verify_prompts(solutions) for _ in range(2)], ["x"] * 2 * len(solutions)))
+    texts[:] = ["x"] * 12
+    t.done.clear()
     assert list(genprm.play(t)) == [] and t.metrics["ver/kept"] == 0
+    assert capsys.readouterr().out.count("most verifications cannot be read: was the verifier taught this form") == 1
 
 
 # Labels
 
-def test_labels_can_be_made_hard_and_end_with_the_first_error():
-    labels = [1.0, 0.25, 0.0, 1.0, 0.0]
+def test_labels_can_be_made_hard_or_progress_and_end_with_the_first_error():
+    labels, progress = [1.0, 0.25, 0.0, 1.0, 0.0], [-1.0, -0.5, 0.0, 0.25, 1.0]
     assert prm.learned_labels(labels, "soft", False) == labels
     assert prm.learned_labels(labels, "hard", False) == [1.0, 1.0, 0.0, 1.0, 0.0]
     assert prm.learned_labels(labels, "soft", True) == [1.0, 0.25, 0.0]
-    assert prm.learned_labels([1.0, 0.25], "hard", True) == [1.0, 1.0]
-    assert prm.learned_labels([], "soft", True) == []
-
-
-def test_progress_is_learned_as_half_of_1_and_it():
-    """V = (1 + A) / 2 at its ends, and 2V - 1 is A again."""
-    progress = [-1.0, -0.5, 0.0, 0.25, 1.0]
-    learned = prm.learned_labels(progress, "progress", False)
-    assert learned == [0.0, 0.25, 0.5, 0.625, 1.0] and [2 * V - 1 for V in learned] == progress
-
-
-def test_a_prm_of_progress_reads_labels_from_minus_1_to_1_and_takes_the_gradient_of_their_cross_entropy(labelled_play):
-    t = labelled_play("prm", "--prm-labels", "progress")
-    path = Path(t.args.labels)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(line | {"labels": [1.5 * label - 0.75 for label in line["labels"]]}) + "\n"
-                            for line in lines))
-    prm.check(t.args, t.task)
-    update, rows = learned(t, prm, known=False)
-    s = torch.cat([true_log_odds(t.roles["verifier"].model, update.parts[0][0], n)[after_steps(row.solution)]
-                   for n, row in enumerate(rows)])
-    labels = torch.tensor([label for row in rows for label in row.labels], dtype=torch.float64)
-    assert {-0.75, 0.75} == set(labels.tolist())
-    check_update(t, update, binary_cross_entropy_with_logits(s, (1 + labels) / 2))
-    t.args.prm_labels = "soft"
-    with pytest.raises(BadInput, match="has the label -0.75; labels are from 0 to 1 here"):
-        prm.check(t.args, t.task)
-
-
-def test_a_prm_learns_nothing_after_the_first_error(labelled_play):
-    t = labelled_play("prm", "--until-first-error")
-    update, rows = learned(t, prm, known=False)
-    first = [row.labels.index(0.0) if 0.0 in row.labels else len(row.labels) for row in rows]
-    wanted = [after_steps(row.solution)[: k + 1] for row, k in zip(rows, first, strict=True)]
-    assert [row.nonzero()[:, 0].tolist() for row in update.parts[0][1]] == wanted
-    assert any(k + 1 < len(row.labels) for row, k in zip(rows, first, strict=True))
+    assert prm.learned_labels([1.0, 0.25], "hard", True) == [1.0, 1.0] and prm.learned_labels([], "soft", True) == []
+    assert prm.learned_labels(progress, "progress", False) == [0.0, 0.25, 0.5, 0.625, 1.0]  # V = (1 + A) / 2
 
 
 def test_an_analysis_agrees_when_all_its_verdicts_do():
@@ -217,52 +207,17 @@ def test_of_a_solution_the_first_analyses_that_agree_are_kept():
     assert genprm.kept_rows(agree, 3, 2) == [1, 2, 6, 7]
 
 
-def test_the_verdict_of_a_genrm_is_a_token_of_its_own_here():
-    assert spot_of(BYTES, COMPACT, BYTES.encode("=T"), 1) == (1, T, F)
-
-
-class Contextual:
-    """Writes a T after "=" as a token of its own."""
-    OWN, TEXT = 300, staticmethod(lambda ids: [T if token == 300 else token for token in ids])
-
-    def __getattr__(self, name):
-        return getattr(BYTES, name)
-
-    def encode(self, text: str) -> list[int]:
-        ids, (equals,) = BYTES.encode(text), BYTES.encode("=")
-        return [self.OWN if (before, token) == (equals, T) else token
-                for before, token in zip([0, *ids], ids, strict=False)]
-
-    def token_bytes(self, token: int) -> bytes:
-        return BYTES.token_bytes(*self.TEXT([token]))
-
-    def decode(self, ids: list[int]) -> str:
-        return BYTES.decode(self.TEXT(ids))
-
-
-def test_a_verdict_that_has_other_tokens_in_a_text_is_refused_by_name(labelled_play):
-    t = labelled_play("genrm")
-    t.sampler.tokenizer = Contextual()
+def test_a_verdict_that_has_other_tokens_in_a_text_is_refused_by_name(labelled_play, monkeypatch):
+    t, find = labelled_play("genrm"), spots.spot_of
     solutions = as_rollouts(t, "verifier", labelled_of_step(t)[:2])
-    forced_verdicts(t, "verifier", solutions, [False, False])
+    monkeypatch.setattr(spots, "spot_of", lambda tokenizer, fmt, tokens, *more: (
+        None if T in tokens else find(tokenizer, fmt, tokens, *more)))
+    spots.forced_verdicts(t, "verifier", solutions, [False, False])
     with pytest.raises(BadInput, match="format compact: in '=T' this tokenizer writes 'T' in other tokens than by"):
-        forced_verdicts(t, "verifier", solutions, [False, True])
+        spots.forced_verdicts(t, "verifier", solutions, [False, True])
 
 
-def test_verifications_that_cannot_be_read_are_told(labelled_play, capsys):
-    t = labelled_play("genprm", "--verifier-max-new-tokens", "4")
-    t.draws["analyses"] = genprm.written_draw(t.args, 6, 1, 1)._replace(num_samples=2)
-    list(genprm.play(t))
-    assert "most verifications cannot be read: was the verifier taught this form" in capsys.readouterr().out
-
-
-# Runs
-
-def test_a_label_without_an_outcome_is_left_out_of_outcome_models(labelled_play):
-    t = labelled_play("orm", "--examples-per-step", "8")  # the eighth has none
-    update, rows = learned(t, orm)
-    assert len(rows) == len(update.parts[0][0]) == 7 and t.metrics["ver/num_labels"] == 7
-
+# Runs and refusals
 
 def test_a_judge_is_evaluated_on_the_same_solutions_before_and_after(base):
     flags = rl_flags("--recipe", "prm", "--run", "r", "--num-steps", "2", "--prm-aggregate", "product")
@@ -274,42 +229,36 @@ def test_a_judge_is_evaluated_on_the_same_solutions_before_and_after(base):
     assert before["ver/brier_fixed"] != after["ver/brier_fixed"]
 
 
-@pytest.mark.parametrize("recipe, flags, complaint", [
-    ("orm", ["--orm-places", "steps"], "--orm-places steps: there are end, tokens"),
-    ("orm", ["--orm-loss", "mse"], "--orm-loss mse: there are bce, squared"),
-    ("orm", ["--lm-coef", "-1"], "--lm-coef -1.0: must be at least 0"),
-    ("prm", ["--prm-labels", "gold"], "--prm-labels gold: there are soft, hard, progress"),
-    ("prm", ["--prm-labels", "progress", "--until-first-error"], "--until-first-error: with --prm-labels progress"),
-    ("prm", ["--prm-labels", "progress", "--prm-aggregate", "product"], "--prm-aggregate product: with --prm-labels"),
-    ("prm", ["--prm-aggregate", "mean"], "--prm-aggregate mean: there are product, min, last"),
-    ("prm", ["--judged-samples", "0"], "--judged-samples 0: must be at least 1"),
-    ("genrm", ["--solution-coef", "-1"], "--solution-coef -1.0: must be at least 0"),
-    ("genprm", ["--label-bar", "0"], "--label-bar 0.0: must be above 0"),
-    ("genprm", ["--verifications", "0"], "--verifications 0: must be at least 1")])
-def test_settings_that_cannot_work_are_refused(base, recipe, flags, complaint):
+@pytest.mark.parametrize("words, flags", [
+    ("--until-first-error: with --prm-labels progress", ["--until-first-error"]),
+    ("--prm-aggregate product: with --prm-labels progress", ["--prm-aggregate", "product"])])
+def test_progress_knows_no_error_and_makes_no_product(words, flags):
+    assert_refused("prm", words, "--prm-labels", "progress", *flags)
+
+
+def assert_nothing_begins(base, complaint: str, recipe: str, *flags: str) -> None:
     with pytest.raises(BadInput, match=complaint):
-        tango_rl.main(parse(tango_rl, rl_flags("--recipe", recipe, *flags)))
-
-
-@pytest.mark.parametrize("recipe", ["orm", "prm", "genrm", "genprm", "critic_rm", "gram", "supervisor", "refit", "dpo",
-                                    "spin", "prime", "cooper", "score", "critique_grpo", "critique_grpo_verifier"])
-def test_coefficients_hold_for_one_optimizer_step_and_more_are_refused_before_anything_is_written(base, recipe):
-    with pytest.raises(BadInput, match="--updates-per-batch 2: the coefficients hold for one optimizer step"):
-        tango_rl.main(parse(tango_rl, rl_flags("--recipe", recipe, "--run", "r", "--updates-per-batch", "2")))
+        tango_rl.main(parse(tango_rl, rl_flags("--recipe", recipe, "--run", "r", *flags)))
     assert not (base / "runs").exists()
 
 
-@pytest.mark.parametrize("recipe", ["orm", "prm", "genrm", "genprm", "critic_rm", "gram", "supervisor"])
-def test_a_labelled_solution_that_no_context_holds_is_refused_before_anything_is_written(base, recipe):
+def test_coefficients_hold_for_one_optimizer_step_and_more_are_refused_before_anything_is_written(base):
+    for recipe in ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "supervisor", "refit", "dpo", "spin", "prime",
+                   "cooper", "score", "critique_grpo", "critique_grpo_verifier", "constitutional_ai", "debate",
+                   "self_rewarding", "magrpo", "alphaproof"):
+        assert_nothing_begins(base, "--updates-per-batch 2: the coefficients hold for one optimizer step", recipe,
+                              "--updates-per-batch", "2")
+
+
+def test_a_labelled_solution_that_no_context_holds_is_refused_before_anything_is_written(base):
     path = base / "labels.jsonl"
     row = json.loads(path.read_text().splitlines()[-1])
     long = {"solution": "1+1:2;" * 100 + "=2", "labels": [1.0] * 100}
     path.write_text(path.read_text() + json.dumps(row | long) + "\n")
-    complaint = (f"the {'supervisor' if recipe == 'supervisor' else 'verifier'}'s longest prompt and completion .*"
-                 f"leave the longest solutions out of --labels .*that of problem {row['index']} of rl has ")
-    with pytest.raises(BadInput, match=complaint):
-        tango_rl.main(parse(tango_rl, rl_flags("--recipe", recipe, "--run", "r")))
-    assert not (base / "runs").exists()
+    for recipe in ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "supervisor"):
+        role = "supervisor" if recipe == "supervisor" else "verifier"
+        assert_nothing_begins(base, f"the {role}'s longest prompt and completion .*leave the longest solutions out of "
+                                    f"--labels .*that of problem {row['index']} of rl has ", recipe)
 
 
 def test_task_flags_that_were_left_out_are_named_before_labels_are_read(base):

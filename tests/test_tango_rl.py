@@ -25,7 +25,8 @@ from nanochat.recipes.tango._observe import LENIENT, watch_leniency
 from nanochat.rl.credit.rewards import VerdictTrust
 from nanochat.rl.learn import state
 from nanochat.rl.measure import evals
-from nanochat.rl.play.play import Play, apply_update
+from nanochat.rl.play.play import Play
+from nanochat.rl.play.updates import apply_update
 from nanochat.rl.records.prompts import Verification
 from nanochat.rl.run import prepare, steps
 from nanochat.storage.run import MEASURED, lock_run

@@ -13,7 +13,7 @@ from test_dpo import parsed, random_play, records, weights_of
 from nanochat import recipes
 from nanochat.common import BadInput
 from nanochat.recipes.self_play.ttrl import majority_rewards, pseudo_labels
-from nanochat.rl.play.play import apply_update
+from nanochat.rl.play.updates import apply_update
 from nanochat.rl.records.rollouts import Rollouts
 from scripts import tango_rl
 from tasks import make_task

@@ -20,8 +20,7 @@ import time
 import torch
 
 from dev.bench.common import COUNT, DTYPES, add_model_args, random_model
-from nanochat.common import (BadInput, all_reduce, at_least, init_device, print0, rank_and_world,
-                             script_main)
+from nanochat.common import BadInput, all_reduce, at_least, init_device, print0, rank_and_world, script_main
 from nanochat.engine import generate, row_key
 from nanochat.flops import decode_floor, machine_speed, matrix_weights, prefill_floor, prompt_weights, synchronize
 from nanochat.kernels import cpu
@@ -32,7 +31,7 @@ from nanochat.rl.learn.roles import Role, set_recompute
 from nanochat.rl.learn.trainer import update
 from nanochat.rl.records.prompts import Prompt
 from nanochat.rl.records.rollouts import Rollouts
-from nanochat.rl.run.plan import Held, PlannedDraw, Setting, memory_plan
+from nanochat.rl.run.memory import Held, PlannedDraw, Setting, memory_plan
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -2,8 +2,8 @@
 Is a judge right more often as debaters get better? The slope of its accuracy on their skill over the evaluations of
 recipe debate's runs, with a 95% interval over seeds.
 
-    bash dev/experiments/selfplay.sh --families debates
-    python dev/experiments/debate_slope.py dev/curves/selfplay/debates.csv
+    bash dev/experiments/run.sh selfplay --families debates
+    python -m dev.experiments.debate_slope dev/curves/selfplay/debates.csv
 """
 import argparse
 import csv

@@ -12,7 +12,8 @@ from nanochat.common import BadInput, Diverged, finite, print0, process_size
 from nanochat.rl.learn.roles import short_name
 from nanochat.rl.learn.state import check_memory
 from nanochat.rl.measure.theory import theory_scores
-from nanochat.rl.play.play import Play, Update, apply_update, described, is_number
+from nanochat.rl.play.play import Play, Update, described, is_number
+from nanochat.rl.play.updates import apply_update
 from nanochat.rl.report.page import write_run_page
 from nanochat.rl.run.progress import check_apart, count_apart, health_check, print_step, warn_of_no_signal
 from nanochat.rl.run.rollout_log import rollout_records
