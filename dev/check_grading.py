@@ -14,7 +14,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from tasks import grading
-from tasks.grading import compare, grade, is_ordinary, read, readable, unspaced
+from tasks.grading import compare, grade, is_ordinary, readable
+from tasks.answers import read, unspaced
 
 
 def golds_of(folder: str, name: str, *files: str) -> list[str]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from nanochat.common import BadInput
 from nanochat.storage.files import check_data_file, look_for_hub, quiet_datasets
 from tasks.formats import Format
-from tasks.grading import MAX_ANSWER, OPENED_BOX, boxed, extracted, grade, last_number, plain_number, tidy
+from tasks.grading import grade
+from tasks.answers import MAX_ANSWER, OPENED_BOX, boxed, extracted, last_number, plain_number, tidy
 
 # Problems are dealt to the splits by a hash of their text: sft, rl and the two test splits have no text in common.
 SPLIT_BUCKETS = {"sft": range(0, 4), "rl": range(4, 9), "test_in": range(9, 10), "test_out": range(9, 10)}

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from nanochat.common import BadInput, in_threads, print0
 from tasks.common import Problem, check_answer, in_split, nth_of_epochs, read_answer, read_table, rows_of
 from tasks.formats import PAPER
-from tasks.grading import boxed, readable
+from tasks.grading import readable
+from tasks.answers import boxed
 from tasks.gsm8k import ANSWER, judge_equations, mistaken
 
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}

@@ -34,7 +34,7 @@ from typing import NamedTuple
 from nanochat.common import BadInput
 from tasks.common import Problem, check_answer, draw_prompt, in_split, read_answer, split_stream
 from tasks.formats import IN_WORDS
-from tasks.grading import MAX_ANSWER
+from tasks.answers import MAX_ANSWER
 from tasks.gsm8k import add_format_arg, decimal_text, equations, judge_equations, mistaken, number
 
 # Worked solutions are rounded down without a word (2, 4, 49, 75, 99), have fractions or hours of 16 digits (46, 52,

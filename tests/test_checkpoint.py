@@ -122,8 +122,8 @@ def test_older_checkpoints_may_lack_three_keys(base):
 @pytest.mark.parametrize("change, words", [
     *((lambda meta, key=key: (meta if key in meta else meta["model_config"]).pop(key), key)  # of 2 heads: with 6 its
       for key in ("model_config", "n_layer", "n_head", "sequence_len")),                     # tensors are the same
-    *((lambda meta, change=change: (meta if change.keys() <= meta.keys() else meta["model_config"]).update(change), words)
-      for change, words in [
+    *((lambda meta, new=new: (meta if new.keys() <= meta.keys() else meta["model_config"]).update(new), words)
+      for new, words in [
           ({"step": None}, "step must be a number"), ({"user_config": None}, "step must be a number, and user_config"),
           ({"n_head": 0}, "n_head 0: must be a number from 1 to"), ({"n_layer": -1}, "n_layer -1: must be"),
           ({"sequence_len": 10 ** 30}, "sequence_len 10{30}: must be"), ({"n_embd": "x"}, "n_embd 'x': must be"),

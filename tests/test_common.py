@@ -235,17 +235,17 @@ LOST = "WARNING: nothing more is shown: stdout: No space left on device\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="is Linux's")
-@pytest.mark.parametrize("work, env, is_full, code, out, err", [
-    (r"print0('\u20ac\udcff', 'x')", LATIN, False, 0, "\\u20ac\\udcff x\n", ""),
-    ("print('x', flush=True)", {}, True, 1, None, "stopped: the output cannot be written: No space left on device\n"),
-    ("print0('x')", {}, True, 0, None, LOST),
-    ("print0('x'), [], is_shown=True", {}, True, 1, None, LOST),  # a script that is run for what it prints
-    ("0", C, False, 2, "", "error: the environment makes Python take names of files for ascii: set PYTHONUTF8=1\n"),
+@pytest.mark.parametrize("work, options, env, is_full, code, out, err", [
+    (r"print0('\u20ac\udcff', 'x')", "", LATIN, False, 0, "\\u20ac\\udcff x\n", ""),
+    ("print('x', flush=True)", "", {}, True, 1, None,
+     "stopped: the output cannot be written: No space left on device\n"),
+    ("print0('x')", "", {}, True, 0, None, LOST),
+    ("print0('x')", ", is_shown=True", {}, True, 1, None, LOST),  # a script that is run for what it prints
+    ("0", "", C, False, 2, "", "error: the environment makes Python take names of files for ascii: set PYTHONUTF8=1\n"),
 ], ids=range(5))
-def test_what_a_script_prints_may_be_lost(work, env, is_full, code, out, err):
+def test_what_a_script_prints_may_be_lost(work, options, env, is_full, code, out, err):
     program = ("import argparse; from nanochat.common import print0, script_main\n"
-               f"script_main(lambda args: {work.replace(', [],', ', argparse.ArgumentParser(), [],')}"
-               f"{'' if ', [],' in work else ', argparse.ArgumentParser(), []'})")
+               f"script_main(lambda args: {work}, argparse.ArgumentParser(), []{options})")
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", program], env=os.environ | env, cwd=ROOT, text=True,
                               stdout=full if is_full else subprocess.PIPE, stderr=subprocess.PIPE)

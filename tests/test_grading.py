@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tasks import grading, grading_worker
-from tasks.grading import EXTRACTORS, MAX_ANSWER, compare, grade, is_ordinary, read, readable
+from tasks.grading import compare, grade, is_ordinary, readable
+from tasks.answers import EXTRACTORS, MAX_ANSWER, read
 from tasks.grading_worker import Unscorable, Worker, Workers
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -38,7 +38,7 @@ OPTIONS = {"fixed_verifier": ["--num-labelled", "6"], "cooper": ["--rm-pretrain"
            "coverrl": ["--verifier-head", "own", "--num-votes", "6", "--verifications", "2", "--refinements", "2"],
            "self_rewarding": ["--model-tag", "tiny-ver", "--points", "verdict"],  # which also judges
            "constitutional_ai": ["--model-tag", "tiny-ver", "--sl-steps", "1"]}
-SHORT = ["--num-steps", "3", "--save-every", "1", "--eval-examples", "4", "--max-new-tokens", "16",
+SHORT = ["--num-steps", "2", "--save-every", "1", "--eval-examples", "4", "--max-new-tokens", "16",
          "--kl-coef", "0.01"]  # with a reference
 
 
@@ -373,7 +373,7 @@ def test_what_a_recipe_remembers_and_draws_is_the_same_in_a_continued_run(base, 
     """Also after a step that a signal stopped, and so was thrown away."""
     change(own, ("    yield Update(", REMEMBERING), ("TAGS =", "SHOWN = {'generator': ['mode', 'num']}\nTAGS ="))
     train(str(own), "--run", "straight")
-    assert "| mode a text | num 3.000 |" in capsys.readouterr().out
+    assert "| mode a text | num 2.000 |" in capsys.readouterr().out
 
     def stop(self, role, values, log=Play.log):
         log(self, role, values)

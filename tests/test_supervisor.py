@@ -6,16 +6,17 @@ and what is drawn and refused.
 """
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import TASK_FLAGS, parse, rl_flags, write_labelled
-from test_log_odds import assert_update_is, play_of, random_model
+from test_dpo import random_model
+from test_log_odds import assert_update_is, play_of
 from test_supervised import BYTES, after_steps, log_likelihood
 
 from nanochat.common import BadInput
 from nanochat.recipes.verifiers import supervisor
-from nanochat.rl.measure.step_labels import gains
 from nanochat.rl.verify.labelled import as_rollouts, labelled_of_step
 from nanochat.rl.verify.prefixes import answer_logprob
 from scripts import label_steps, tango_rl
@@ -56,8 +57,9 @@ def true_nll(model, row, begun: str) -> torch.Tensor:
 
 def test_a_supervisor_learns_the_answers_tokens_alone(supervised_play):
     """With all beginnings: the mean of their answers' losses, whose tokens and no others have a coefficient."""
-    t = supervised_play("--prefixes", "9")
+    t = supervised_play("--prefixes", "9", "--examples-per-step", "8")
     rows = labelled_of_step(t)
+    assert {row.outcome for row in rows} == {True, False, None}  # none is left out, all have the gold answer
     update, = supervisor.play(t)
     model, ((answers, weights),) = t.roles["supervisor"].model, update.parts
     losses = [true_nll(model, row, begun) for row in rows for begun in beginnings(row)]
@@ -68,14 +70,6 @@ def test_a_supervisor_learns_the_answers_tokens_alone(supervised_play):
     assert t.metrics["sup/nll"] == pytest.approx(loss.item(), rel=1e-5)
     assert update.aggregation == "rollout" and update.loss.name == "reinforce"
     assert_update_is(model, update.parts, loss)
-
-
-def test_right_and_wrong_solutions_have_the_gold_answer(supervised_play):
-    t = supervised_play("--prefixes", "9", "--examples-per-step", "8")
-    rows = labelled_of_step(t)
-    update, = supervisor.play(t)
-    assert {row.outcome for row in rows} == {True, False, None}
-    assert len(update.parts[0][0]) == sum(len(row.labels) + 1 for row in rows)  # none is left out
 
 
 def test_beginnings_are_drawn_anew_in_each_step_and_alike_on_all_ranks(supervised_play):
@@ -101,20 +95,17 @@ def test_beginnings_are_drawn_anew_in_each_step_and_alike_on_all_ranks(supervise
 
 # Gains
 
-def test_gains_telescope_and_are_those_of_label_steps(supervised_play):
-    """The sum of the gains is log p(Y | X_K) - log p(Y | X_0); each is what label_steps finds with the same model."""
+def test_what_gains_are_made_of_is_the_likelihood_of_the_answer_and_what_label_steps_finds(supervised_play):
     t = supervised_play()
     rows, model = labelled_of_step(t), t.roles["supervisor"].model
     cuts = supervisor.cuts_of(t, as_rollouts(t, "supervisor", rows))
     for row, cut in zip(rows, cuts, strict=True):
         asked = [(cut, k) for k in range(len(cut.step_ends) + 1)]
-        values = supervisor.answer_logprobs(t, supervisor.gold_answers(t, asked))
         by_hand = [-true_nll(model, row, begun).item() for begun in beginnings(row)]
+        assert supervisor.answer_logprobs(t, supervisor.gold_answers(t, asked)) == pytest.approx(by_hand, rel=1e-5)
         theirs = [found.value for found in answer_logprob(asked, model, t.sampler, 1, 1)]
-        assert values == pytest.approx(by_hand, rel=1e-5) and theirs == pytest.approx(by_hand, rel=1e-5)
-        assert sum(gains(values)) == pytest.approx(by_hand[-1] - by_hand[0], abs=1e-4)
+        assert theirs == pytest.approx(by_hand, rel=1e-5)
     assert {len(cut.step_ends) for cut in cuts} == {1, 2}
-
 
 def test_scores_of_gains_by_hand():
     """Gains 1, -1 (gold right, wrong); 0, -2, 3 (right, wrong, right), of which the last stands after the error; and
@@ -130,7 +121,19 @@ def test_scores_of_gains_by_hand():
         ("step_auc", "step_accuracy", "first_error_auc"))
 
 
-# Runs
+# Runs and refusals
+
+def test_labels_of_any_kind_will_do_but_there_must_be_a_file(supervised_play):
+    """Information gains are no chances, and are not read."""
+    t = supervised_play()
+    path = Path(t.args.labels)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "labels": [-7.5] * len(row["labels"])}) + "\n" for row in rows))
+    supervisor.check(t.args, t.task)
+    t.args.labels = ""
+    with pytest.raises(BadInput, match="--labels: name the labelled solutions"):
+        supervisor.check(t.args, t.task)
+
 
 def test_its_checkpoint_labels_steps(base):
     """label_steps then finds other gains, on the same solutions, than under the model that it began from."""
@@ -149,22 +152,3 @@ def test_its_checkpoint_labels_steps(base):
         found[out] = [json.loads(line) for line in (base / f"{out}.jsonl").read_text().splitlines()]
     for one, two in zip(*found.values(), strict=True):
         assert one["ids"] == two["ids"] and one["values"] != two["values"]
-
-
-def test_labels_of_any_kind_will_do(base):
-    """Information gains are no chances, and are not read."""
-    path = base / "labels.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps({**row, "labels": [-7.5] * len(row["labels"])}) + "\n" for row in rows))
-    tango_rl.main(parse(tango_rl, rl_flags("--recipe", "supervisor", "--run", "r", "--num-steps", "1")))
-
-
-@pytest.mark.parametrize("flags, complaint", [
-    (["--prefixes", "0"], "--prefixes 0: must be at least 1"),
-    (["--judged-samples", "0"], "--judged-samples 0: must be at least 1"),
-    (["--labels", ""], "--labels: name the labelled solutions"),
-    (["--labels", "none.jsonl"], "--labels none.jsonl: cannot be read"),
-    (["--updates-per-batch", "2"], "--updates-per-batch 2")])
-def test_settings_that_cannot_work_are_refused(base, flags, complaint):
-    with pytest.raises(BadInput, match=complaint):
-        tango_rl.main(parse(tango_rl, rl_flags("--recipe", "supervisor", *flags)))

@@ -5,19 +5,17 @@ The policy that learns from judged pairs: its differences and its update by hand
 """
 import pytest
 import torch
-from conftest import parse, rl_flags
-from test_log_odds import play_of, random_model
+from conftest import parse
+from test_dpo import assert_refused, random_model
+from test_log_odds import play_of
+from test_supervised import BYTES
 
-from nanochat.common import BadInput
 from nanochat.recipes.reward_models import think_rm_policy
 from nanochat.rl.credit.advantages import PRESETS, source_advantages
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.verify.comparing import all_pairs
-from nanochat.tokenizer import Tokenizer
 from scripts import tango_rl
 from tasks import make_task
-
-BYTES = Tokenizer.train(iter([]), 265)
 
 
 def test_every_pair_of_a_group_comes_once_and_places_are_shared():
@@ -81,11 +79,5 @@ def test_equal_solutions_are_not_judged_and_without_choices_nothing_is_learned(p
     assert played(["=1"] * 3, [])[2] == []
 
 
-@pytest.mark.parametrize("flags, complaint", [
-    (["--grades", "five"], "--grades five: there are binary, graded"),
-    (["--advantage", "rloo"], "--advantage rloo: the advantages are of differences"),
-    (["--verifications", "0"], "--verifications 0: must be at least 1"),
-    (["--verifier-max-new-tokens", "0"], "--verifier-max-new-tokens 0: must be at least 1")])
-def test_settings_that_cannot_work_are_refused(base, flags, complaint):
-    with pytest.raises(BadInput, match=complaint):
-        tango_rl.main(parse(tango_rl, rl_flags("--recipe", "think_rm_policy", *flags)))
+def test_other_advantages_are_refused():
+    assert_refused("think_rm_policy", "--advantage rloo: the advantages are of differences", "--advantage", "rloo")
