@@ -119,6 +119,30 @@ def check_answer(fmt: Format, problem: Problem, solution: str) -> bool | None:
     return grade(completion=answering_part(fmt, solution), gold=problem.answer)
 
 
+class GradedSet:
+    """What data sets of mathematics have in common: an answer is graded, and nobody has labelled steps. splits: the
+    problems of each split, which are endless, in an order of its own in each epoch."""
+    has_step_labels = False
+    has_numbers = True
+    splits: dict[str, list]
+
+    def num_problems(self, split: str) -> int:
+        """Problems of a split before they come again; 0 where it has none."""
+        return len(self.splits[split])
+
+    def check(self, problem: Problem, solution: str) -> bool | None:
+        """The outcome: whether the answer equals the gold one as mathematics; None where that cannot be scored."""
+        return check_answer(self.fmt, problem, solution)
+
+    def read_answer(self, solution: str) -> str | None:
+        """What a solution answers; None where nothing can be read."""
+        return read_answer(self.fmt, solution)
+
+    def step_labels(self, problem: Problem, solution: str) -> list[bool]:
+        """None are known."""
+        return []
+
+
 def is_last_number(text: str, gold: str) -> bool | None:
     """Whether the last number of a text is the gold one, whatever its format; None where the gold is no plain number.
 

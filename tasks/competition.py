@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nanochat.common import BadInput, in_threads, print0
-from tasks.common import Problem, check_answer, in_split, nth_of_epochs, read_answer, read_table, rows_of
+from tasks.common import GradedSet, Problem, in_split, nth_of_epochs, read_table, rows_of
 from tasks.formats import PAPER
 from tasks.grading import readable
 from tasks.answers import boxed
@@ -200,11 +200,9 @@ def add_args(parser):
                                 f"files; default: {' '.join(row.sources)}")
 
 
-class Competition:
+class Competition(GradedSet):
     """One of SETS as a task. dropped[part, reason] and num_dropped: rows of its sources that are in no split."""
     fmt = PAPER
-    has_step_labels = False
-    has_numbers = True
 
     def __init__(self, name: str, args, seed: int):
         self.name, self.seed, self.flag = name, seed, f"--{name}-data"
@@ -249,22 +247,6 @@ class Competition:
             raise BadInput(f"task {self.name}: has no problems for split {split} ({self.flag} is "
                            f"{', '.join(SETS[self.name].parts)}; left out: {', '.join(dropped) or 'none'})")
         return Problem(split, index, *nth_of_epochs(self.splits[split], self.seed, split, index))
-
-    def num_problems(self, split: str) -> int:
-        """Problems of a split before they come again; 0 where it has none."""
-        return len(self.splits[split])
-
-    def check(self, problem: Problem, solution: str) -> bool | None:
-        """The outcome: whether the answer equals the gold one as mathematics; None where that cannot be scored."""
-        return check_answer(self.fmt, problem, solution)
-
-    def read_answer(self, solution: str) -> str | None:
-        """What a solution answers; None where nothing can be read."""
-        return read_answer(self.fmt, solution)
-
-    def step_labels(self, problem: Problem, solution: str) -> list[bool]:
-        """None are known."""
-        return []
 
     def _steps(self, problem: Problem) -> list[str]:
         if problem.prompt not in self.solutions:

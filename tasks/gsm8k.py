@@ -15,7 +15,7 @@ from decimal import Decimal
 
 from nanochat.calculator import calculate
 from nanochat.common import BadInput, print0
-from tasks.common import Problem, check_answer, in_split, nth_of_epochs, read_answer, read_table, rows_of
+from tasks.common import GradedSet, Problem, in_split, nth_of_epochs, read_table, rows_of
 from tasks.formats import IN_WORDS, Format
 
 INTEGER = "(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
@@ -163,12 +163,10 @@ def add_format_arg(group, name: str) -> None:
                             "line, which takes fewer tokens")
 
 
-class GSM8K:
+class GSM8K(GradedSet):
     """The GSM8K task. The order of its problems is a function of `seed`; num_dropped: how many rows had no readable
     gold answer, or another one than a row with the same question."""
     name = "gsm8k"
-    has_step_labels = False
-    has_numbers = True
 
     def __init__(self, args, seed: int):
         self.seed, self.fmt = seed, IN_WORDS[args.gsm8k_format]
@@ -200,22 +198,6 @@ class GSM8K:
         """Problem `index` of a split; the splits are endless and share no problem."""
         question = nth_of_epochs(self.splits[split], self.seed, split, index)
         return Problem(split, index, question, gold_answer(self.worked[question]))
-
-    def num_problems(self, split: str) -> int:
-        """Problems of a split before they come again."""
-        return len(self.splits[split])
-
-    def check(self, problem: Problem, solution: str) -> bool | None:
-        """The outcome: whether the answer is the gold one; None where it cannot be scored."""
-        return check_answer(self.fmt, problem, solution)
-
-    def read_answer(self, solution: str) -> str | None:
-        """What a solution answers; None where nothing can be read."""
-        return read_answer(self.fmt, solution)
-
-    def step_labels(self, problem: Problem, solution: str) -> list[bool]:
-        """None are known."""
-        return []
 
     def solution_demo(self, problem: Problem, rng: random.Random) -> str:
         """The dataset's own solution, one line a step; `rng` is not used."""
