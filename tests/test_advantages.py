@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from nanochat.rl.credit.advantages import (CENTER, PRESETS, SCALE, SPREAD, SparseRewards, blend, gae, merge,
-                                           source_advantages, to_go, whiten)
+from nanochat.rl.credit.advantages import (PRESETS, SPREAD, SparseRewards, blend, gae, merge, source_advantages, to_go,
+                                           whiten)
 from nanochat.rl.credit.rewards import outcome_rewards, step_rewards, terminal_rewards
 
 CENTRED = [name for name, preset in PRESETS.items() if preset.center != "none"]
@@ -34,13 +34,8 @@ def assert_rows(advantages, rows):
 
 # One reward per rollout
 
-def test_grpo_golden():
-    """[1, 0, 0, 0]: mean 1/4, deviations 3/4 and -1/4, unbiased variance (9 + 1 + 1 + 1) / 16 / 3 = 1/4, std 1/2."""
-    assert_rows(outcome_advantages([1, 0, 0, 0], "grpo"), [[1.5], [-0.5], [-0.5], [-0.5]])
-
-
 @pytest.mark.parametrize("preset, expected", [
-    ("grpo", [1.5, -0.5, -0.5, -0.5]),
+    ("grpo", [1.5, -0.5, -0.5, -0.5]),              # mean 1/4, unbiased variance (9 + 1 + 1 + 1) / 16 / 3 = 1/4
     ("rloo", [1.0, -1 / 3, -1 / 3, -1 / 3]),        # 1 - 0; 0 - (1 + 0 + 0) / 3
     ("reinforce++", [1.5, -0.5, -0.5, -0.5]),       # the only group is the batch
     ("dr_grpo", [0.75, -0.25, -0.25, -0.25]),       # deviations from the mean 1/4, not divided
@@ -73,16 +68,12 @@ def test_epsilon_keeps_tiny_differences_small():
 
 
 @pytest.mark.parametrize("preset", CENTRED)
-@pytest.mark.parametrize("value", [0.0, 1.0, 1.8, 0.1, -0.7])
-@pytest.mark.parametrize("G", [2, 3, 7])
-def test_equal_rewards_give_exactly_zero(preset, value, G):
+def test_equal_rewards_and_a_group_of_one_give_exactly_zero(preset):
     """Exactly: 1.8 - mean([1.8, 1.8, 1.8]) is 1.2e-7 in fp32, which an epsilon of 1e-6 would make 0.1."""
-    assert torch.equal(outcome_advantages([value] * G, preset), torch.zeros(G, 1))
-
-
-@pytest.mark.parametrize("preset", CENTRED)
-def test_a_group_of_one_gets_zero(preset):
-    assert torch.equal(outcome_advantages([1.8], preset), torch.zeros(1, 1))
+    for value in (0.0, 1.0, 1.8, 0.1, -0.7):
+        for G in (1, 2, 3, 7):
+            assert torch.equal(outcome_advantages([value] * G, preset), torch.zeros(G, 1))
+    assert torch.equal(step_advantages([[0, 1, 2]] * 3, [[True] * 3] * 3, preset, T=3), torch.zeros(3, 3))
 
 
 @pytest.mark.parametrize("preset", [name for name in CENTRED if PRESETS[name].scope == "group"])
@@ -94,8 +85,7 @@ def test_a_group_of_one_among_others_gets_zero(preset):
 # Abstaining
 
 def test_an_abstaining_rollout_gets_zero_and_moves_no_baseline():
-    """[1, 0, None]: mean 1/2, std sqrt((1/4 + 1/4) / 1) = 0.707107, so +-0.707107; counted as 0 the None would make the
-    mean 1/3."""
+    """[1, 0, None]: mean 1/2, std sqrt((1/4 + 1/4) / 1); counted as 0 the None would make the mean 1/3."""
     assert_rows(outcome_advantages([1, 0, None], "grpo"), [[0.5 ** 0.5], [-(0.5 ** 0.5)], [0.0]])
     assert_rows(outcome_advantages([1, 0, None], "rloo"), [[1.0], [-1.0], [0.0]])
     assert_rows(outcome_advantages([1, 0, None], "dr_grpo"), [[0.5], [-0.5], [0.0]])
@@ -104,18 +94,13 @@ def test_an_abstaining_rollout_gets_zero_and_moves_no_baseline():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_leaving_an_abstaining_rollout_out_changes_nothing_for_the_others(preset):
-    values = [1.8, None, 0.3, 0.8, None, 1.0]
-    with_it = outcome_advantages(values, preset)
-    assert torch.equal(with_it[[0, 2, 3, 5]], outcome_advantages([v for v in values if v is not None], preset))
+    """Whatever stands at what is not valid."""
+    values, rest = [1.8, None, 0.3, 0.8, None, 1.0], [0, 2, 3, 5]
+    rewards = terminal_rewards(values, torch.ones(6, dtype=torch.long))
+    rewards.values[[1, 4]] = float("nan")
+    with_it = source_advantages(rewards, torch.zeros(6, dtype=torch.long), 1, PRESETS[preset])
+    assert torch.equal(with_it[rest], outcome_advantages([values[n] for n in rest], preset))
     assert torch.equal(with_it[[1, 4]], torch.zeros(2, 1))
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_what_stands_at_an_invalid_entry_does_not_matter(preset):
-    values = torch.tensor([[1.0], [0.0], [float("nan")]])
-    rewards = SparseRewards(values, torch.zeros(3, 1, dtype=torch.long), torch.tensor([[True], [True], [False]]))
-    advantages = source_advantages(rewards, torch.zeros(3, dtype=torch.long), 1, PRESETS[preset])
-    assert torch.equal(advantages, outcome_advantages([1, 0, None], preset))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -153,18 +138,13 @@ def test_tango_step_advantages_by_hand():
 
 
 def test_tango_blend_by_hand():
-    """eq. 7 with alpha 1/4. First token of the first rollout: 0.75 * 1.154701 - 0.25 * 1.460593 = 0.866025 - 0.365148
-    = 0.500877."""
-    group_id = torch.zeros(3, dtype=torch.long)
-    outcome = source_advantages(outcome_rewards(OUTCOMES, torch.tensor(LENGTHS)), group_id, 5, PRESETS["grpo"])
-    assert_rows(outcome, A_OUT)
-    sources = [(0.75, outcome_rewards(OUTCOMES, torch.tensor(LENGTHS))),
-               (0.25, step_rewards(STEP_ENDS, VERDICTS, "cpu"))]
+    """eq. 7 with alpha 1/4. First token of the first rollout: 0.75 * 1.154701 - 0.25 * 1.460593 = 0.500877."""
+    group_id, outcome = torch.zeros(3, dtype=torch.long), outcome_rewards(OUTCOMES, torch.tensor(LENGTHS))
+    assert_rows(source_advantages(outcome, group_id, 5, PRESETS["grpo"]), A_OUT)
+    sources = [(0.75, outcome), (0.25, step_rewards(STEP_ENDS, VERDICTS, "cpu"))]
     blended = blend(sources, group_id, 5, PRESETS["grpo"])
     torch.testing.assert_close(blended, 0.75 * torch.tensor(A_OUT) + 0.25 * torch.tensor(A_STEP), rtol=1e-5, atol=1e-6)
     assert blended[0, 0].item() == pytest.approx(0.500877, rel=1e-5)
-    # After the last step the outcome alone speaks.
-    assert blended[0, 4].item() == pytest.approx(0.75 * 2 * R, rel=1e-5)
 
 
 def test_a_rollout_without_step_verdicts_leaves_the_others_as_they_are():
@@ -174,20 +154,17 @@ def test_a_rollout_without_step_verdicts_leaves_the_others_as_they_are():
     assert_rows(no_steps, [*A_STEP, [0.0] * 5])
 
 
-def test_rloo_baseline_of_steps_is_the_mean_over_the_other_rollouts_steps():
-    """Rewards 1/2, -1/2 | 1. Baseline of the first: 1, so -1/2 and -3/2; of the second: (1/2 - 1/2) / 2 = 0, so 1."""
-    assert_rows(step_advantages([[1, 3], [2]], [[True, False], [True]], "rloo", T=4),
-                [[-2.0, -2.0, -1.5, -1.5], [1.0, 1.0, 1.0, 0.0]])
-
-
-def test_dr_grpo_steps_by_hand():
-    """Rewards 1/2, -1/2 | 1: mean 1/3, deviations 1/6, -5/6 | 2/3; return to go 1/6 - 5/6 = -2/3."""
-    assert_rows(step_advantages([[1, 3], [2]], [[True, False], [True]], "dr_grpo", T=4),
-                [[-2 / 3, -2 / 3, -5 / 6, -5 / 6], [2 / 3, 2 / 3, 2 / 3, 0.0]])
+@pytest.mark.parametrize("preset, expected", [
+    # rewards 1/2, -1/2 | 1. rloo, baseline of the first: 1, so -1/2 and -3/2; of the second (1/2 - 1/2) / 2 = 0, so 1
+    ("rloo", [[-2.0, -2.0, -1.5, -1.5], [1.0, 1.0, 1.0, 0.0]]),
+    # mean 1/3, deviations 1/6, -5/6 | 2/3; return to go 1/6 - 5/6 = -2/3
+    ("dr_grpo", [[-2 / 3, -2 / 3, -5 / 6, -5 / 6], [2 / 3, 2 / 3, 2 / 3, 0.0]])])
+def test_step_advantages_of_other_presets_by_hand(preset, expected):
+    assert_rows(step_advantages([[1, 3], [2]], [[True, False], [True]], preset, T=4), expected)
 
 
 def test_rloo_gives_zero_where_no_other_rollout_of_the_group_was_judged():
-    """Leave-one-out has nothing to compare with: no baseline, no signal; above all not 0/0."""
+    """Leave-one-out has nothing to compare with: above all not 0/0."""
     assert torch.equal(step_advantages([[1, 3], [2]], [[True, False], None], "rloo", T=4), torch.zeros(2, 4))
     assert torch.equal(step_advantages([[1, 3]], [[True, False]], "rloo", T=4), torch.zeros(1, 4))
 
@@ -209,12 +186,6 @@ def test_two_steps_that_end_at_one_token_both_count_there():
     values, at = torch.tensor([[0.25, 0.5, 1.0]]), torch.tensor([[1, 1, 2]])
     assert SPREAD["return_to_go"](values, at, 4).tolist() == [[1.75, 1.75, 1.0, 0.0]]
     assert SPREAD["terminal"](values, at, 4).tolist() == [[1.75] * 4]
-
-
-@pytest.mark.parametrize("preset", CENTRED)
-def test_equal_step_rewards_give_exactly_zero(preset):
-    """Three rollouts of three right steps: nine times 1/3."""
-    assert torch.equal(step_advantages([[0, 1, 2]] * 3, [[True] * 3] * 3, preset, T=3), torch.zeros(3, 3))
 
 
 # Against the definition
@@ -243,7 +214,7 @@ def naive_advantages(sources, group_id, T: int):
     return result
 
 
-@pytest.mark.parametrize("N, K, T", [(12, 1, 5), (12, 3, 7), (20, 17, 150), (1, 1, 1)])
+@pytest.mark.parametrize("N, K, T", [(12, 1, 5), (12, 3, 7), (20, 17, 50), (1, 1, 1)])
 def test_grpo_is_eq_4_to_7(N, K, T):
     """Two sources; chances are that some group is alike, some of one entry, some of none."""
     for seed in range(3):
@@ -270,18 +241,6 @@ def test_groups_are_named_by_group_id_in_any_order(preset, order):
     straight = outcome_advantages(values, preset, group_id)
     mixed = outcome_advantages([values[n] for n in order], preset, [group_id[n] for n in order])
     torch.testing.assert_close(mixed, straight[list(order)], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("center", ["mean", "loo"])
-@pytest.mark.parametrize("scale", SCALE)
-def test_a_shift_of_all_rewards_changes_nothing(center, scale):
-    values, valid = torch.tensor([[1.0], [0.25], [0.5]], dtype=torch.float64), torch.ones(3, 1, dtype=torch.bool)
-    where = (valid, torch.zeros(3, dtype=torch.long), 1, lambda tensor, op="sum": tensor)
-    results = []
-    for shifted in (values, values + 7):
-        centred = shifted - CENTER[center](shifted, *where)
-        results.append(centred / SCALE[scale](centred, *where))
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 def on_two_ranks(work) -> list:
@@ -311,7 +270,7 @@ def on_two_ranks(work) -> list:
 
 @pytest.mark.parametrize("split", [0, 1, 2, 5])
 def test_reinforce_plus_plus_on_two_ranks_equals_one_batch(split):
-    """Also where a rank has no rollout: it makes the same collective calls."""
+    """Also where a rank has no rollout."""
     step_ends, verdicts = [[1, 3], [1], [0, 2], [0], [3]], [[True, False], [True], None, [False], [True]]
     group_id = torch.tensor([0, 0, 1, 1, 1])
     whole = step_rewards(step_ends, verdicts, "cpu")
@@ -348,27 +307,19 @@ def test_a_group_never_asks_other_ranks():
             source_advantages(terminal_rewards([1, 0], torch.tensor([1, 1])), torch.tensor([0, 0]), 1, preset, reduce)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_blend_is_the_weighted_sum(preset):
-    group_id, lengths = torch.tensor([7, 2, 7, 2]), torch.tensor([1, 2, 2, 1])
-    sources = [terminal_rewards(rewards, lengths) for rewards in ([1.0, 0.0, 3.0, 0.5], [-4.0, 8.0, None, 1.0])]
-    a, b = (source_advantages(rewards, group_id, 2, PRESETS[preset]) for rewards in sources)
-    blended = blend([(0.75, sources[0]), (0.25, sources[1])], group_id, 2, PRESETS[preset])
-    torch.testing.assert_close(blended, 0.75 * a + 0.25 * b)
-    torch.testing.assert_close(blend([(0.5, sources[0])], group_id, 2, PRESETS[preset]), 0.5 * a)
-    assert a.abs().sum() > 0 and b.abs().sum() > 0
-
-
 def test_sources_may_have_a_preset_each():
     """Outcomes 1, 0 by rloo: 1 and -1. Steps 1/2, -1/2 | 1 by dr_grpo as by hand above: to go -2/3, -5/6 | 2/3."""
     sources = [(0.75, terminal_rewards([1, 0], torch.tensor([4, 4]))),
                (0.25, step_rewards([[1, 3], [2]], [[True, False], [True]], "cpu"))]
-    group_id, presets = torch.zeros(2, dtype=torch.long), [PRESETS["rloo"], PRESETS["dr_grpo"]]
+    presets = [PRESETS["rloo"], PRESETS["dr_grpo"]]
     first, second = 0.75 - 0.25 * 2 / 3, 0.75 - 0.25 * 5 / 6
-    expected = [[first, first, second, second], [-0.75 + 0.25 * 2 / 3] * 3 + [-0.75]]
-    assert_rows(blend(sources, group_id, 4, presets), expected)
+    assert_rows(blend(sources, GROUP, 4, presets),
+                [[first, first, second, second], [-0.75 + 0.25 * 2 / 3] * 3 + [-0.75]])
     with pytest.raises(ValueError):
-        blend(sources, group_id, 4, presets[:1])
+        blend(sources, GROUP, 4, presets[:1])
+
+
+GROUP = torch.zeros(2, dtype=torch.long)
 
 
 def test_merged_rewards_are_normalised_together():
@@ -377,29 +328,19 @@ def test_merged_rewards_are_normalised_together():
     and -1/6 - 5/12."""
     sources = [(0.5, outcome_rewards([True, False], torch.tensor([2, 2]))),
                (0.5, step_rewards([[0, 1], [0, 1]], [[True, True], [True, False]], "cpu"))]
-    group_id = torch.zeros(2, dtype=torch.long)
-    assert_rows(merge(sources, group_id, 2, PRESETS["dr_grpo"]), [[1 / 2, 5 / 12], [-1 / 2, -7 / 12]])
-    scaled = merge(sources, group_id, 2, PRESETS["grpo"])  # sum of squares 16+4+1+1+1+25 = 48 over 144, unbiased: 1/15
+    assert_rows(merge(sources, GROUP, 2, PRESETS["dr_grpo"]), [[1 / 2, 5 / 12], [-1 / 2, -7 / 12]])
+    scaled = merge(sources, GROUP, 2, PRESETS["grpo"])  # sum of squares 16+4+1+1+1+25 = 48 over 144, unbiased: 1/15
     assert_rows(scaled, [[1 / 2 * 15 ** 0.5, 5 / 12 * 15 ** 0.5], [-1 / 2 * 15 ** 0.5, -7 / 12 * 15 ** 0.5]])
 
 
-def test_merging_one_source_is_normalising_it():
-    rewards = step_rewards([[0, 1], [1]], [[True, False], [True]], "cpu")
-    group_id = torch.zeros(2, dtype=torch.long)
-    for preset in PRESETS.values():
-        if preset.scale != "none":  # a common factor falls out of what is divided by its spread
-            merged = merge([(0.3, rewards)], group_id, 2, preset)
-            torch.testing.assert_close(merged, source_advantages(rewards, group_id, 2, preset), rtol=1e-3, atol=1e-4)
-
-
-def test_a_source_without_weight_does_not_move_what_others_are_measured_against():
-    """alpha 0: the merged reward is the outcome's alone."""
+@pytest.mark.parametrize("preset", PRESETS)
+def test_merging_one_source_is_normalising_it_and_one_without_weight_is_none(preset):
+    steps = step_rewards([[0, 1], [1]], [[True, False], [True]], "cpu")
     outcome = outcome_rewards([True, False], torch.tensor([2, 2]))
-    steps = step_rewards([[0, 1], [1]], [[True, True], [False]], "cpu")
-    group_id = torch.zeros(2, dtype=torch.long)
-    for preset in PRESETS.values():
-        merged = merge([(1.0, outcome), (0.0, steps)], group_id, 2, preset)
-        torch.testing.assert_close(merged, source_advantages(outcome, group_id, 2, preset))
+    of = lambda rewards: source_advantages(rewards, GROUP, 2, PRESETS[preset])
+    if PRESETS[preset].scale != "none":  # a common factor falls out of what is divided by its spread
+        torch.testing.assert_close(merge([(0.3, steps)], GROUP, 2, PRESETS[preset]), of(steps), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(merge([(1.0, outcome), (0.0, steps)], GROUP, 2, PRESETS[preset]), of(outcome))
 
 
 # Whitening

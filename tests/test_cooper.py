@@ -1,6 +1,6 @@
 """
 Cooper: which pairs the reward model learns from, its updates against autograd of the paper's losses, what the policy is
-rewarded with, short runs.
+rewarded with.
 
     python -m pytest tests/test_cooper.py -q
 """
@@ -10,14 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_dpo import assert_close, gradient_of, parsed, random_play, weights_of
-from test_prime import model, moved, records
+from test_dpo import assert_close, assert_refused, gradient_of, moved_by, parsed, random_play, verdict_odds
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from nanochat.common import BadInput
 from nanochat.recipes.reward_models import cooper
-from nanochat.rl.play.updates import apply_update
-from scripts import tango_rl
 
 
 def rule_of(words: str):
@@ -28,30 +24,16 @@ def rule_of(words: str):
 def play_of(*flags: str, rule=rule_of("0123"), corrupt=lambda problem, text, rng: "no digits here"):
     """A step of random models; see test_dpo."""
     t = random_play("cooper", "--rm-pretrain", "0", *flags)
-    t.totals = cooper.updates(t.args)
     t.task.rule, t.task.corrupt = rule, corrupt
     return t
 
 
-def true_score(t, prompt, completion) -> torch.Tensor:
-    """s of one solution by a plain forward: log p(T) - log p(F) at the end token's place, with a gradient."""
-    rm = t.roles["rm"].model
-    logits = rm.head(rm.trunk(torch.tensor([prompt.ids + completion]))[0, -2])
-    (right,), (wrong,) = (t.tokenizer.encode(mark) for mark in "TF")
-    return torch.log_softmax(logits, dim=-1)[right] - torch.log_softmax(logits, dim=-1)[wrong]
-
-
-def scored(t, problem, tokens) -> torch.Tensor:
-    """The same of a problem's solution, ended where it was cut."""
-    (prompt,), end = cooper.with_answers(t, [problem]), t.tokenizer.stop_tokens[0]
-    return true_score(t, prompt, tokens if tokens[-1] in t.tokenizer.stop_tokens else [*tokens, end])
-
-
-def moved_by(t, update) -> dict:
-    """How far an update moves the reward model back: with SGD at rate 1 its gradient."""
-    before = weights_of(t.roles["rm"].model)
-    apply_update(t, update)
-    return {name: before[name] - after for name, after in weights_of(t.roles["rm"].model).items()}
+def scored(t, problems, completions: list[list[int]]) -> torch.Tensor:
+    """s of solutions by plain forwards, after the problem and its gold answer, ended where they were cut."""
+    ends = t.tokenizer.stop_tokens
+    rows = [row if row[-1] in ends else [*row, ends[0]] for row in completions]
+    rollouts = t.written("rm", cooper.with_answers(t, problems), rows)
+    return torch.stack([row[-1] for row in verdict_odds(t, "rm", rollouts)])
 
 
 # Pairs
@@ -69,11 +51,8 @@ def pairs_of(accepted, rule, corrupt):
 def test_a_pair_is_the_first_solution_that_the_rule_accepts_and_its_corrupted_version():
     found = pairs_of([False, True, True, None, False, True], lambda p, text: False, lambda p, text, rng: text + "!")
     assert found == ([1, 5], ["b!", "f!"])
-
-
-def test_a_problem_without_an_accepted_solution_has_no_pair():
     found = pairs_of([False, None, False, True, True, True], lambda p, text: False, lambda p, text, rng: text + "!")
-    assert found == ([3], ["d!"])
+    assert found == ([3], ["d!"])  # the first problem has none
 
 
 @pytest.mark.parametrize("needed, chosen", [(1, [0]), (3, [0]), (4, [])])
@@ -101,27 +80,25 @@ def test_the_pairs_update_takes_the_gradient_of_the_papers_loss(base):
     generator, rm = cooper.play(t)
     solutions, _ = generator.parts[0]
     chosen, wrong = cooper.pairs_of(t, solutions)
-    assert 0 < len(chosen) < len(solutions.prompts)
+    assert (generator.role, rm.role) == ("generator", "rm") and 0 < len(chosen) < len(solutions.prompts)
     tokens, problems = solutions.completions(), solutions.problems()
-    end = t.tokenizer.stop_tokens[0]
-    margins = [scored(t, problems[n], tokens[n]) - scored(t, problems[n], [*t.tokenizer.encode(text), end])
-               for n, text in zip(chosen, wrong, strict=True)]
-    loss = -logsigmoid(torch.stack(margins)).mean()
+    of = [problems[n] for n in chosen]
+    margins = scored(t, of, [tokens[n] for n in chosen]) - scored(t, of, [t.tokenizer.encode(text) for text in wrong])
+    loss = -logsigmoid(margins).mean()
     assert t.metrics["rm/pair_loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert t.metrics["rm/has_pair"] == len(chosen) / len(solutions.prompts)
     expected = gradient_of(loss, t.roles["rm"].model)
-    assert_close(moved_by(t, rm), expected, 1e-5)
+    assert_close(moved_by(t, rm, "rm"), expected, 1e-5)
 
 
-def test_where_no_solution_is_accepted_the_reward_model_learns_nothing(base):
+def test_where_no_solution_is_accepted_or_it_is_frozen_the_reward_model_learns_nothing(base):
     t = play_of(rule=lambda problem, text: False)
     update, = cooper.play(t)
     assert update.role == "generator" and t.metrics["rm/has_pair"] == 0 and t.metrics["rm/pair_loss"] is None
-
-
-def test_a_frozen_reward_model_has_no_update(base):
     update, = cooper.play(play_of("--rm-update", "none"))
     assert update.role == "generator"
+    assert [cooper.updates(parsed("cooper", "--rm-pretrain", "3", "--rm-update", kind))["rm"]
+            for kind in ("none", "pairs")] == [3, 3 + 4]
 
 
 def test_pretraining_takes_the_gradient_of_the_cross_entropy_of_outcomes(base):
@@ -130,11 +107,10 @@ def test_pretraining_takes_the_gradient_of_the_cross_entropy_of_outcomes(base):
     rollouts = update.parts[0][0]
     outcomes = torch.tensor([float(o) for o in t.check(rollouts)], dtype=torch.float64)
     assert 0 < outcomes.mean() < 1 and len(rollouts) < 4 * 8  # what cannot be scored is left out
-    s = torch.stack([scored(t, p, row) for p, row in zip(rollouts.problems(), rollouts.completions(), strict=True)])
-    loss = binary_cross_entropy_with_logits(s, outcomes)
+    loss = binary_cross_entropy_with_logits(scored(t, rollouts.problems(), rollouts.completions()), outcomes)
     assert t.metrics["rm/bce"] == pytest.approx(loss.item(), rel=1e-5)
     expected = gradient_of(loss, t.roles["rm"].model)
-    assert_close(moved_by(t, update), expected, 1e-5)
+    assert_close(moved_by(t, update, "rm"), expected, 1e-5)
 
 
 def test_the_reward_model_reads_the_gold_answer(base):
@@ -165,23 +141,6 @@ def test_gold_outcomes_are_logged_beside_the_reward_and_do_not_change_it(base, r
     assert torch.equal(found[0][0], found[1][0]) and found[0][0].any() and found[0][1] == found[1][1]
 
 
-# Runs
-
-def run(*flags: str) -> None:
-    tango_rl.main(parsed("cooper", "--num-steps", "2", *flags))
-
-
-def test_the_reward_model_is_pretrained_alone_and_then_learns_beside_the_policy(base):
-    run("--run", "r", "--rm-pretrain", "2")
-    run("--run", "frozen", "--rm-pretrain", "2", "--rm-update", "none")
-    assert [record["role"] for record in records(base, "frozen")] == ["rm", "rm", "generator", "generator"]
-    assert records(base, "r")[2]["role"] == "generator+rm"
-    rms = {name: model(base, f"chatrl_checkpoints/{name}-rm", 4) for name in ("r", "frozen")}
-    assert moved(model(base, "chatrl_checkpoints/frozen-rm", 1), rms["frozen"]) and moved(rms["r"], rms["frozen"])
-    assert not moved(model(base, "chatrl_checkpoints/frozen-rm", 2), rms["frozen"])
-    assert not moved(model(base, "chatrl_checkpoints/frozen-gen", 2), model(base, "chatsft_checkpoints/tiny", 200))
-
-
 def test_held_out_gold_accuracy_stands_beside_what_the_reward_model_gives(base):
     t = play_of()
     t.evaluating = True
@@ -192,16 +151,8 @@ def test_held_out_gold_accuracy_stands_beside_what_the_reward_model_gives(base):
     assert 0 < found["gen/proxy_in"] < 1
 
 
-@pytest.mark.parametrize("flags, complaint", [
-    (["--policy-reward", "gold"], "--policy-reward gold: there are chance, verdict, rule"),
-    (["--rm-update", "bce"], "--rm-update bce: there are pairs, none"),
-    (["--rm-pretrain", "-1"], "--rm-pretrain -1: must be at least 0"),
-    (["--rm-lr", "-1"], "--rm-lr -1.0: must be at least 0"),
-    (["--updates-per-batch", "2"], "--updates-per-batch 2"),
-    (["--task", "last_letter"], "--task last_letter: has no corrupt")])
-def test_settings_that_cannot_work_are_refused(base, flags, complaint):
-    with pytest.raises(BadInput, match=complaint):
-        run(*flags)
+def test_a_task_that_corrupts_no_solution_is_refused():
+    assert_refused("cooper", "--task last_letter: has no corrupt", "--task", "last_letter")
 
 
 def test_random_streams_of_a_problem_differ_from_step_to_step():

@@ -77,6 +77,13 @@ def random_play(recipe: str, *flags: str) -> Play:
                 recipe.draws(args), totals, RunState(role_steps=dict.fromkeys(roles, 0)), PolicyLoss())
 
 
+def drawn_by(t: Play) -> dict:
+    """What a step draws from here on, by the names of its draws."""
+    drawn, sample = {}, t.sample
+    t.sample = lambda draw, *args, **options: drawn.setdefault(draw, sample(draw, *args, **options))
+    return drawn
+
+
 def weights_of(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -104,6 +111,16 @@ def token_logprobs(model, rollouts) -> list[torch.Tensor]:
 def log_likelihoods(model, rollouts) -> list[torch.Tensor]:
     """log pi of each whole completion."""
     return [row.sum() for row in token_logprobs(model, rollouts)]
+
+
+def verdict_odds(t: Play, role: str, rollouts) -> list[torch.Tensor]:
+    """log p(T) - log p(F) before each token of each completion, from plain forwards."""
+    model, ((right,), (wrong,)) = t.roles[role].model, (t.tokenizer.encode(mark) for mark in "TF")
+    found = []
+    for prompt, completion in zip(rollouts.prompt_of(), rollouts.completions(), strict=True):
+        logits = model.head(model.trunk(torch.tensor([prompt.ids + completion]))[0, len(prompt.ids) - 1: -1])
+        found.append((logits[:, right] - logits[:, wrong]).double())
+    return found
 
 
 def literal_loss(model, reference, rollouts, pairs, beta: float) -> torch.Tensor:

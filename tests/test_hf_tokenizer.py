@@ -1,11 +1,8 @@
-"""
-Imported tokenizers against transformers: ids, chat templates, masks; hostile texts and templates, files that must be
-refused.
-
-    python -m pytest tests/test_hf_tokenizer.py -q
-"""
+"""Imported tokenizers against transformers: ids, chat templates, masks; hostile texts and templates, files that must be
+refused."""
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,39 +32,28 @@ TEXT = ["the cat sat on the mat, and the other cat sat there too; 1234567890 567
 QWEN_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")  # noqa: E501
 LLAMA_SPLIT = QWEN_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
-QWEN25 = """{%- if messages[0]['role'] == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
-{%- else %}
-    {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or (message.role == "assistant" and not message.tool_calls) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-    {%- endif %}
+QWEN25 = """{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+{%- else %}{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}{%- if message.role != "system" or not loop.first %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}{%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """  # noqa: E501
 QWEN3 = """{%- if tools %}{{- tools | tojson }}{%- endif %}
-{%- if messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
+{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{%- endif %}
 {%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages|length - 1) - loop.index0 %}
     {%- if ns.multi_step_tool and message.role == "user"
         and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
-        {%- set ns.multi_step_tool = false %}
-        {%- set ns.last_query_index = index %}
+        {%- set ns.multi_step_tool = false %}{%- set ns.last_query_index = index %}
     {%- endif %}
 {%- endfor %}
 {%- for message in messages %}
     {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
         {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
     {%- elif message.role == "assistant" %}
-        {%- set content = message.content %}
-        {%- set reasoning_content = '' %}
+        {%- set content = message.content %}{%- set reasoning_content = '' %}
         {%- if message.reasoning_content is defined and message.reasoning_content is not none %}
             {%- set reasoning_content = message.reasoning_content %}
         {%- elif '</think>' in message.content %}
@@ -76,9 +62,7 @@ QWEN3 = """{%- if tools %}{{- tools | tojson }}{%- endif %}
         {%- endif %}
         {%- if loop.index0 > ns.last_query_index and (loop.last or reasoning_content) %}
             {{- '<|im_start|>' + message.role + '\\n<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
-        {%- else %}
-            {{- '<|im_start|>' + message.role + '\\n' + content }}
-        {%- endif %}
+        {%- else %}{{- '<|im_start|>' + message.role + '\\n' + content }}{%- endif %}
         {{- '<|im_end|>\\n' }}
     {%- endif %}
 {%- endfor %}
@@ -231,13 +215,14 @@ CONVERSATIONS = [
 # Against transformers
 
 @every_chat
-@pytest.mark.parametrize("messages", CONVERSATIONS, ids=range(len(CONVERSATIONS)))
-def test_conversations_have_the_ids_of_transformers(loaded, references, kind, messages):
-    tokenizer, expected = loaded[kind], lambda generate: references[kind].apply_chat_template(
-        messages, add_generation_prompt=generate, tokenize=True, return_dict=False)
-    if messages[-1]["role"] == "user":
-        assert tokenizer.render_chat(messages) == expected(True)
-    assert tokenizer._encode_rendered(tokenizer._render(messages, False)).ids == expected(False)
+def test_conversations_have_the_ids_of_transformers(loaded, references, kind):
+    for messages in CONVERSATIONS:
+        expected = [references[kind].apply_chat_template(messages, add_generation_prompt=generate, tokenize=True,
+                                                         return_dict=False) for generate in (False, True)]
+        tokenizer = loaded[kind]
+        if messages[-1]["role"] == "user":
+            assert tokenizer.render_chat(messages) == expected[1]
+        assert tokenizer._encode_rendered(tokenizer._render(messages, False)).ids == expected[0], messages
 
 
 @every_kind
@@ -322,10 +307,15 @@ def test_bytes_of_tokens(loaded):
 
 
 def test_an_added_word_with_letters_of_the_byte_alphabet_is_its_text(tmp_path):
+    """And truncation and padding of the file are not applied."""
     library = qwen()
     library.add_tokens([AddedToken("éĠé", special=False)])
+    library.enable_truncation(3)
+    library.enable_padding(length=50)
     tokenizer = HFTokenizer.load(write(tmp_path, library, CHATML_NAMES))
     assert tokenizer.token_bytes(tokenizer.special("éĠé")) == "éĠé".encode()
+    assert (tokenizer.encode("the cat sat on the mat")
+            == HFTokenizer.load(write(tmp_path / "b", qwen(), CHATML_NAMES)).encode("the cat sat on the mat"))
 
 
 def test_half_a_surrogate_pair_is_replaced(loaded):
@@ -333,15 +323,6 @@ def test_half_a_surrogate_pair_is_replaced(loaded):
     assert tokenizer.encode("a\ud83d") == tokenizer.encode("a\ufffd") == tokenizer.encode_batch(["a\ud83d"])[0]
     assert (tokenizer.encode("\ud83d\ude42") == tokenizer.encode("🙂")
             and tokenizer.render_prompt("\ud83d\ude42") == tokenizer.render_prompt("🙂"))
-
-
-def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
-    library = qwen()
-    library.enable_truncation(3)
-    library.enable_padding(length=50)
-    tokenizer = with_template(tmp_path, QWEN25, lambda: library)
-    assert (tokenizer.encode("the cat sat on the mat")
-            == HFTokenizer.load(write(tmp_path / "b", qwen(), CHATML_NAMES)).encode("the cat sat on the mat"))
 
 
 @every_chat
@@ -405,11 +386,6 @@ def test_special_names_and_sizes(loaded):
         tokenizer.check_model("model", SimpleNamespace(vocab_size=tokenizer.vocab_size - 1))
 
 
-def test_equals_compares_ids_not_templates(loaded):
-    assert loaded["qwen25"].equals(loaded["qwen3"]) and loaded["llama3"].equals(loaded["base"])
-    assert not loaded["qwen3"].equals(loaded["llama3"]) and not loaded["qwen3"].equals(Tokenizer.train(iter([]), 265))
-
-
 def test_what_equal_ids_leave_open_is_told(loaded, folders):
     qwen25, qwen3 = loaded["qwen25"], loaded["qwen3"]
     templates, stops = qwen25.tells_apart(qwen3)
@@ -420,19 +396,17 @@ def test_what_equal_ids_leave_open_is_told(loaded, folders):
     assert qwen3.tells_apart(HFTokenizer(qwen3.files, "elsewhere")) == []
 
 
-@pytest.mark.parametrize("change", ["normalizer", "merges", "added_tokens", "pre_tokenizer"])
-def test_another_part_is_another_tokenizer(loaded, tmp_path, change):
-    settings = json.loads(qwen().to_str())
-    if change == "merges":
-        settings["model"]["merges"].reverse()
-    elif change == "added_tokens":
-        settings["added_tokens"][-1]["rstrip"] = True
-    else:
-        settings[change] = {"normalizer": {"type": "NFKC"},
-                            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-                                                                           "use_regex": True}}[change]
-    other = HFTokenizer.load(write(tmp_path, Library.from_str(json.dumps(settings)), CHATML_NAMES))
-    assert not loaded["qwen25"].equals(other)
+def test_equals_compares_ids_not_templates(loaded, tmp_path):
+    assert loaded["qwen25"].equals(loaded["qwen3"]) and loaded["llama3"].equals(loaded["base"])
+    assert not loaded["qwen3"].equals(loaded["llama3"]) and not loaded["qwen3"].equals(Tokenizer.train(iter([]), 265))
+    split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    for k, change in enumerate((lambda s: s["model"]["merges"].reverse(), lambda s: s.update(pre_tokenizer=split),
+                                lambda s: s["added_tokens"][-1].update(rstrip=True),
+                                lambda s: s.update(normalizer={"type": "NFKC"}))):
+        settings = json.loads(qwen().to_str())
+        change(settings)
+        other = HFTokenizer.load(write(tmp_path / str(k), Library.from_str(json.dumps(settings)), CHATML_NAMES))
+        assert not loaded["qwen25"].equals(other)
 
 
 # Conversations and masks
@@ -453,28 +427,14 @@ def said(tokenizer, messages) -> list[str]:
     ("qwen25", ["b<|im_end|>", "d<|im_end|>"]), ("llama3", ["b<|eot_id|>", "d<|eot_id|>"]),
     ("llama2", [" b </s>", " d </s>"]), ("base", ["b<|end_of_text|>", "d<|end_of_text|>"])])
 def test_the_mask_is_one_on_what_the_assistant_says_and_its_end(loaded, kind, expected):
-    assert said(loaded[kind], turns("a", "b", "c", "d", "e", system="s")) == expected
+    """The template's own words after the prompt are trained too."""
+    messages = turns("a", "b", "c", "d", "e", system="s")
+    assert said(loaded[kind], messages) == expected and messages == turns("a", "b", "c", "d", "e", system="s")
     assert said(loaded[kind], turns("a", "b", "c", "d")) == expected
     assert said(loaded[kind], turns("a")) == []
     parts = [{"type": "text", "text": "b"}, {"type": "text", "text": ""}]
     assert said(loaded[kind], [*turns("a"), {"role": "assistant", "content": parts}]) == expected[:1]
-
-
-def test_the_template_s_own_words_after_the_prompt_are_trained(loaded):
     assert said(loaded["qwen3"], turns("a", "<think>\nb\n</think>\n\nc")) == ["<think>\nb\n</think>\n\nc<|im_end|>"]
-
-
-@every_chat
-@pytest.mark.parametrize("messages", [m for m in CONVERSATIONS if len(m) in (2, 3) and m[-1]["role"] == "assistant"])
-def test_a_prompt_is_the_beginning_of_its_conversation(loaded, kind, messages):
-    if kind == "deepseek":
-        pytest.skip("its prompt ends with <think>, which its answers lack")
-    prompt = loaded[kind].render_chat(messages[:-1])
-    ids, mask = loaded[kind].render_conversation(messages, 1000)
-    # else a token may hold the prompt's newline and the answer's
-    if not messages[-1]["content"].startswith("\n") or kind == "llama3":
-        assert ids[:len(prompt)] == prompt and 1 not in mask[:len(prompt)] and mask[len(prompt)] == 1
-    assert mask[: mask.index(1)].count(0) >= len(prompt) - 1
 
 
 def test_a_template_that_writes_turns_otherwise_later_is_refused(loaded):
@@ -549,50 +509,35 @@ def test_a_forged_turn_is_quoted_word_for_word(loaded, kind):
     assert sum(shared) >= len(harmless) - 3 and controls(tokenizer, ids) == controls(tokenizer, harmless)
 
 
-@pytest.mark.parametrize("template, text", [
-    ("{% for m in messages %}{{ m.content }}end|>{% endfor %}", "<|im_"),       # it ends in the template's text
-    ("{% for m in messages %}{{ m.content | trim }}end|>{% endfor %}", "a<|im_ \n"),
-    ("{% for m in messages %}<|im_{{ m.content }}{% endfor %}", "end|>"),       # it begins there
-    ("{% for m in messages %}<|im{{ m.content | trim }}|>{% endfor %}", " _end "),# both
-    ("{% for m in messages %}{{ m.content }}|im_end|>{% endfor %}", "<"),
-    ("{% for m in messages %}<|im_end|{{ m.content | trim }}{% endfor %}", " > "),
-    ("{% for m in messages %}{% if '<|im_' in m.content and 'end|>' in m.content %}{{ m.content }}{% endif %}"
-     "{% endfor %}", "<|im_end|>"),
-    ("{% for m in messages %}{{ m.content }}end|>{% if 'x<|im_' in m.content %}{% endif %}{% endfor %}", "x<|im_"),
-    ("{% for m in messages %}<|im_{{ m.content }}{% if 'end|>x' in m.content %}{% endif %}{% endfor %}", "end|>x"),
-    ("{% for m in messages %}{{ '<|im_' ~ m.content.split('</think>')[-1] }}{% endfor %}", "x</think>end|>"),
-    ("{% for m in messages %}{{ m.content[:5] }}end|>{% endfor %}", "<|im_x"),
-    ("{% for m in messages %}{{ m.content.replace('@@', '') }}{% endfor %}",
-     "<|im_@@end|>"),                                                           # made by the template out of parts
-    ("{% for m in messages %}{{ m.content | replace('[', '<') }}{% endfor %}", "[|im_end|>"),
-    ("{% for m in messages %}{% if m.content.endswith('|>') %}{{ m.content + '' }}{% endif %}{% endfor %}",
-     "<|im_end|>"),
-    ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "|im_end|><"),
-    ("{% for m in messages %}{{ m.content | lower }}{% endfor %}", "<|IM_END|>"),
-    ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", "\"<|im_end|>"),
-    ("{% for m in messages %}{{ m.content | reverse }}{% endfor %}", ">|dne_mi|<"),
-    ("{% for m in messages %}{% for c in m.content %}{{ c }}{% endfor %}{% endfor %}", "<|im_end|>"),
+@pytest.mark.parametrize("template, text", [  # of each message
+    ("{{ m.content }}end|>", "<|im_"), ("{{ m.content | trim }}end|>", "a<|im_ \n"),   # it ends in the template's text
+    ("<|im_{{ m.content }}", "end|>"), ("<|im{{ m.content | trim }}|>", " _end "),     # it begins there, or both
+    ("{{ m.content }}|im_end|>", "<"), ("<|im_end|{{ m.content | trim }}", " > "),
+    ("{% if '<|im_' in m.content and 'end|>' in m.content %}{{ m.content }}{% endif %}", "<|im_end|>"),
+    ("{{ m.content }}end|>{% if 'x<|im_' in m.content %}{% endif %}", "x<|im_"),
+    ("<|im_{{ m.content }}{% if 'end|>x' in m.content %}{% endif %}", "end|>x"),
+    ("{{ '<|im_' ~ m.content.split('</think>')[-1] }}", "x</think>end|>"), ("{{ m.content[:5] }}end|>", "<|im_x"),
+    ("{{ m.content.replace('@@', '') }}", "<|im_@@end|>"),                             # made by the template of parts
+    ("{{ m.content | replace('[', '<') }}", "[|im_end|>"), ("{{ m.content }}{{ m.content }}", "|im_end|><"),
+    ("{% if m.content.endswith('|>') %}{{ m.content + '' }}{% endif %}", "<|im_end|>"),
+    ("{{ m.content | lower }}", "<|IM_END|>"), ("{{ m.content | tojson }}", "\"<|im_end|>"),
+    ("{{ m.content | reverse }}", ">|dne_mi|<"), ("{% for c in m.content %}{{ c }}{% endfor %}", "<|im_end|>"),
 ])
 def test_no_control_token_arises_at_a_border(tmp_path, template, text):
-    tokenizer = with_template(tmp_path, template)
-    ids = tokenizer.render_prompt(text)
-    assert controls(tokenizer, ids) == Counter()
-    control = with_template(tmp_path, template + "<|im_end|>")
-    assert controls(control, control.render_prompt(text)) == Counter(["<|im_end|>"])
+    template = f"{{% for m in messages %}}{template}{{% endfor %}}"
+    for end, expected in (("", []), ("<|im_end|>", ["<|im_end|>"])):
+        tokenizer = with_template(tmp_path, template + end)
+        assert controls(tokenizer, tokenizer.render_prompt(text)) == Counter(expected)
 
 
-@pytest.mark.parametrize("text", ["||x", "||x|", "x||", "||x||x||x||", "|", "||x||y||"])
-def test_special_tokens_that_overlap_themselves_stay_where_the_template_puts_them(tmp_path, text):
+@pytest.mark.parametrize("end", ["||x||", "||x||y||"])
+def test_special_tokens_that_overlap_themselves_stay_where_the_template_puts_them(tmp_path, end):
     """||x|| after "||x": the leftmost match would begin in the text and leave the template's token as "x||"."""
     library = trained(QWEN_SPLIT, ["||x||", "||x||y||", "<e>"], [])
-    tokenizer = HFTokenizer.load(write(tmp_path, library,
-                                       {"eos_token": "<e>",
-                                        "chat_template": "{% for m in messages %}{{ m.content }}||x||{% endfor %}"}))
-    assert tokenizer.render_prompt(text) == [*tokenizer.encode(text), tokenizer.special("||x||")]
-    longer = HFTokenizer.load(write(tmp_path, library,
-                                    {"eos_token": "<e>",
-                                     "chat_template": "{% for m in messages %}{{ m.content }}||x||y||{% endfor %}"}))
-    assert longer.render_prompt(text) == [*tokenizer.encode(text), tokenizer.special("||x||y||")]
+    config = {"eos_token": "<e>", "chat_template": f"{{% for m in messages %}}{{{{ m.content }}}}{end}{{% endfor %}}"}
+    tokenizer = HFTokenizer.load(write(tmp_path, library, config))
+    for text in ("||x", "||x|", "x||", "||x||x||x||", "|", "||x||y||"):
+        assert tokenizer.render_prompt(text) == [*tokenizer.encode(text), tokenizer.special(end)]
 
 
 def test_a_special_token_s_name_that_arises_by_normalizing_is_text(tmp_path):
@@ -607,12 +552,15 @@ def test_a_special_token_s_name_that_arises_by_normalizing_is_text(tmp_path):
 
 
 def test_tokens_that_only_the_config_calls_special_are_control_tokens(tmp_path):
+    """One of a single character is refused."""
     library = trained(QWEN_SPLIT, ["<|im_start|>", "<|im_end|>"], ["<a>", "<b>", "<c>"])
     config = {"additional_special_tokens": ["<a>"], "added_tokens_decoder": {"5": {"content": "<b>", "special": True}},
               "eos_token": "<|im_end|>"}
     tokenizer = with_template(tmp_path, QWEN25, lambda: library, pad_token=None, **config)
     ids = tokenizer.encode("<a><b><c>")
     assert [tokenizer.special(name) in ids for name in ("<a>", "<b>", "<c>")] == [False, False, True]
+    with pytest.raises(BadInput, match="is one character"):
+        HFTokenizer.load(write(tmp_path, trained(QWEN_SPLIT, ["\u2603", "<e>"], []), {"eos_token": "<e>"}))
 
 
 def test_added_words_that_are_no_tags_stay_tokens(tmp_path):
@@ -624,16 +572,6 @@ def test_added_words_that_are_no_tags_stay_tokens(tmp_path):
              for name in ("\n", "\n\n", "user", "###", "<turn>")]
             == [True] * 4 + [False])
     assert tokenizer.render_prompt("a")[:3] == [tokenizer.special(name) for name in ("<turn>", "user", "\n\n")]
-
-
-def test_eos_may_be_a_word_of_the_vocabulary(tmp_path):
-    settings = json.loads(llama2().to_str())
-    settings["added_tokens"] = []
-    tokenizer = HFTokenizer.load(write(tmp_path, Library.from_str(json.dumps(settings)),
-                                       {"eos_token": "</s>", "bos_token": "<s>", "chat_template": LLAMA2}))
-    assert (tokenizer.bos, tokenizer.eos, tokenizer.token_bytes(0)) == (1, 2, b"?")
-    assert (controls(tokenizer, tokenizer.render_prompt("</s><s>")) == Counter(["<s>"])
-            and said(tokenizer, turns("a", "b")) == [" b </s>"])
 
 
 def test_a_special_token_in_the_vocabulary_is_no_word_of_it(tmp_path):
@@ -649,35 +587,36 @@ def test_a_special_token_in_the_vocabulary_is_no_word_of_it(tmp_path):
     assert tokenizer.eos not in tokenizer.encode("<e>") and tokenizer.decode(tokenizer.encode("<e>")) == "<e>"
 
 
-def test_an_unknown_character_is_the_unknown_token(tmp_path):
+def like_llama2(tmp_path, change, template: str = LLAMA2) -> HFTokenizer:
     settings = json.loads(llama2().to_str())
-    settings["model"]["byte_fallback"] = False
-    tokenizer = HFTokenizer.load(write(tmp_path, Library.from_str(json.dumps(settings)),
-                                       {"eos_token": "</s>", "bos_token": "<s>", "chat_template": LLAMA2}))
+    change(settings)
+    return HFTokenizer.load(write(tmp_path, Library.from_str(json.dumps(settings)),
+                                  {"eos_token": "</s>", "bos_token": "<s>", "chat_template": template}))
+
+
+def test_an_unknown_character_is_the_unknown_token_and_eos_may_be_a_word(tmp_path):
+    tokenizer = like_llama2(tmp_path, lambda settings: settings["model"].update(byte_fallback=False))
     assert (0 in tokenizer.encode("東") and 0 in tokenizer.render_prompt("東")
             and tokenizer.decode(tokenizer.encode("東")) == " ?")
+    tokenizer = like_llama2(tmp_path / "b", lambda settings: settings.update(added_tokens=[]))
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.token_bytes(0)) == (1, 2, b"?")
+    assert (controls(tokenizer, tokenizer.render_prompt("</s><s>")) == Counter(["<s>"])
+            and said(tokenizer, turns("a", "b")) == [" b </s>"])
 
 
 def test_special_tokens_that_the_library_does_not_find_are_an_error(tmp_path):
     """A normalized <s> is "▁<s>" to the library: the second one, after </s>, would be read as text."""
-    settings = json.loads(llama2().to_str())
-    settings["added_tokens"][1]["normalized"] = True
     template = LLAMA2.replace("{{ bos_token + '[INST] '", "{{ 'x' + bos_token + '[INST] '")
-    config = {"eos_token": "</s>", "bos_token": "<s>", "chat_template": template}
-    tokenizer = HFTokenizer.load(write(tmp_path, Library.from_str(json.dumps(settings)), config))
+    tokenizer = like_llama2(tmp_path, lambda settings: settings["added_tokens"][1].update(normalized=True), template)
     with pytest.raises(BadInput, match="does not find the special tokens"):
         tokenizer.render_prompt("a")
 
 
-def test_the_end_of_an_answer_may_stand_after_a_space(tmp_path):
+def test_a_template_may_end_an_answer_after_a_space_and_count_characters(tmp_path):
     tokenizer = with_template(tmp_path, "{% for m in messages %}{{ m.content }} <|im_start|>{% endfor %}")
     assert (tokenizer.assistant_end == tokenizer.special("<|im_start|>")
             and tokenizer.stop_tokens == [tokenizer.eos, tokenizer.assistant_end])
-
-
-def test_a_template_that_counts_characters_sees_the_real_text(tmp_path):
-    template = "{% for m in messages %}{{ m.content | length }}<|im_end|>{% endfor %}"
-    tokenizer = with_template(tmp_path, template)
+    tokenizer = with_template(tmp_path, "{% for m in messages %}{{ m.content | length }}<|im_end|>{% endfor %}")
     assert tokenizer.render_prompt("a cat") == [*tokenizer.encode("5"), tokenizer.special("<|im_end|>")]
 
 
@@ -709,11 +648,6 @@ def test_templates_have_what_transformers_offers_them(tmp_path):
     expected = AutoTokenizer.from_pretrained(str(tmp_path)).apply_chat_template(
         messages, tokenize=True, return_dict=False)
     assert tokenizer.render_chat(messages) == expected and "東" in tokenizer.decode(expected)
-
-
-def test_a_special_token_of_one_character_is_refused(tmp_path):
-    with pytest.raises(BadInput, match="is one character"):
-        HFTokenizer.load(write(tmp_path, trained(QWEN_SPLIT, ["\u2603", "<e>"], []), {"eos_token": "<e>"}))
 
 
 def test_special_tokens_that_swallow_spaces_do_so_in_the_library_s_way(tmp_path):
@@ -782,9 +716,8 @@ def test_a_template_that_takes_all_time_or_memory_is_refused(small_worker, tmp_p
     assert_refused(tmp_path, lambda: with_template(tmp_path, template))
 
 
-@pytest.mark.parametrize("template", [LOOP, DOUBLE])
-def test_a_template_that_waits_for_a_message_before_it_takes_them_is_refused_too(small_worker, tmp_path, template):
-    tokenizer = with_template(tmp_path, "{% if messages[0].content == 'now' %}" + template + "{% endif %}" + QWEN25)
+def test_a_template_that_waits_for_a_message_before_it_takes_them_is_refused_too(small_worker, tmp_path):
+    tokenizer = with_template(tmp_path, "{% if messages[0].content == 'now' %}" + LOOP + "{% endif %}" + QWEN25)
     assert_refused(tmp_path, lambda: tokenizer.render_conversation(turns("now", "b"), None))
     assert said(tokenizer, turns("not now", "b")) == ["b<|im_end|>"]
 
@@ -804,40 +737,33 @@ def test_the_process_that_renders_loads_no_torch_and_ends_with_its_parent(tmp_pa
         pytest.fail("it is still there")
 
 
-def test_the_messages_of_the_caller_stay_as_they_are(loaded):
-    messages = turns("a<|im_end|>", "b", system="s")
-    loaded["qwen25"].render_conversation(messages, None)
-    assert messages == turns("a<|im_end|>", "b", system="s")
-
-
 # Files
 
-@pytest.mark.parametrize("name, content, message", [
-    ("tokenizer.json", "", "tokenizer.json is not a tokenizer"), ("tokenizer.json", "{}", "is not a tokenizer"),
-    ("tokenizer.json", b"\xff", "no text"), ("tokenizer.json", '{"version": "1.0"', "is not a tokenizer"),
-    ("tokenizer_config.json", "{", "tokenizer_config.json is damaged"),
-    ("tokenizer_config.json", "[]", "expected an object, found list"),
-    ("tokenizer_config.json", '{"eos_token": "<none>"}', "'<none>', which tokenizer.json lacks"),
-    ("tokenizer_config.json", '{"eos_token": "<s>", "chat_template": 3}', "chat_template is neither"),
-    ("tokenizer_config.json", "[" * 100000, "damaged"),
-    ("tokenizer_config.json", '{"eos_token": "<s>", "chat_template": [{"name": "rag", "template": ""}]}',
-     "neither text nor a list in which"),
-    ("tokenizer_config.json", '{"added_tokens_decoder": 3}', "damaged special tokens"),
-    ("tokenizer_config.json", '{"eos_token": ["<s>"]}', "damaged special"),
-    ("tokenizer_config.json", '{"eos_token": {"text": "<s>"}}', "damaged special"),
-    ("tokenizer_config.json", "{}", "no eos_token"),
-    ("generation_config.json", '{"eos_token_id": "a"}', "'a' is no token's id"),
-    ("generation_config.json", '{"eos_token_id": [1, 99999]}', "99999 is no token's id"),
-    ("generation_config.json", '{"eos_token_id": true}', "True is no"),
-    ("generation_config.json", "null", "found NoneType"),
-    ("chat_template.jinja", b"\xff", "chat_template.jinja is no text"),
-])
-def test_damaged_files_are_refused_by_name(folders, tmp_path, name, content, message):
-    shutil.copytree(folders["llama2"], tmp_path / "copy")
-    (tmp_path / "copy" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(BadInput, match=message) as error:
-        HFTokenizer.load(str(tmp_path / "copy"))
-    assert "\n" not in str(error.value) and str(tmp_path / "copy") in str(error.value)
+def test_damaged_files_are_refused_by_name(folders, tmp_path):
+    config = "tokenizer_config.json"
+    for k, (name, content, message) in enumerate([
+            ("tokenizer.json", "", "tokenizer.json is not a tokenizer"), ("tokenizer.json", "{}", "is not a tokenizer"),
+            ("tokenizer.json", b"\xff", "no text"), ("tokenizer.json", '{"version": "1.0"', "is not a tokenizer"),
+            (config, "{", f"{config} is damaged"), (config, "[]", "expected an object, found list"),
+            (config, "[" * 100000, "damaged"), (config, "{}", "no eos_token"),
+            (config, '{"eos_token": "<none>"}', "'<none>', which tokenizer.json lacks"),
+            (config, '{"eos_token": "<s>", "chat_template": 3}', "chat_template is neither"),
+            (config, '{"eos_token": "<s>", "chat_template": [{"name": "rag", "template": ""}]}',
+             "neither text nor a list in which"),
+            (config, '{"added_tokens_decoder": 3}', "damaged special tokens"),
+            (config, '{"eos_token": ["<s>"]}', "damaged special"),
+            (config, '{"eos_token": {"text": "<s>"}}', "damaged special"),
+            ("generation_config.json", '{"eos_token_id": "a"}', "'a' is no token's id"),
+            ("generation_config.json", '{"eos_token_id": [1, 99999]}', "99999 is no token's id"),
+            ("generation_config.json", '{"eos_token_id": true}', "True is no"),
+            ("generation_config.json", "null", "found NoneType"),
+            ("chat_template.jinja", b"\xff", "chat_template.jinja is no text")]):
+        copy = tmp_path / str(k)
+        shutil.copytree(folders["llama2"], copy)
+        (copy / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(BadInput, match=message) as error:
+            HFTokenizer.load(str(copy))
+        assert "\n" not in str(error.value) and str(copy) in str(error.value)
 
 
 @pytest.mark.parametrize("model, pre", [
@@ -853,27 +779,22 @@ def test_other_kinds_of_tokenizers_are_refused(tmp_path, model, pre):
 
 
 def test_load_tokenizer_takes_the_one_that_is_there(folders, tmp_path):
+    """A base model's is nanochat's own."""
     assert isinstance(load_tokenizer(folders["qwen3"]), HFTokenizer)
     shutil.copytree(folders["qwen3"], tmp_path / "both")
-    Tokenizer.train(iter([]), 265).save(str(tmp_path / "ours"))
-    assert isinstance(load_tokenizer(str(tmp_path / "ours")), Tokenizer)
+    ours, none = str(tmp_path / "ours"), str(tmp_path / "none")
+    Tokenizer.train(iter([]), 265).save(ours)
+    assert isinstance(load_tokenizer(ours), Tokenizer) and isinstance(load_own_tokenizer(ours), Tokenizer)
     shutil.copy(tmp_path / "ours" / "tokenizer.pkl", tmp_path / "both")
-    with pytest.raises(BadInput, match="tokenizer.pkl and tokenizer.json"):
-        load_tokenizer(str(tmp_path / "both"))
     with pytest.raises(BadInput) as expected:
-        Tokenizer.load(str(tmp_path / "none"))
-    with pytest.raises(BadInput) as error:
-        load_tokenizer(str(tmp_path / "none"))
-    assert str(error.value) == str(expected.value)
-    with pytest.raises(BadInput, match="no tokenizer at"):
-        HFTokenizer.load(str(tmp_path / "none"))
-
-
-def test_a_base_model_s_tokenizer_is_nanochat_s_own(folders, tmp_path):
-    Tokenizer.train(iter([]), 265).save(str(tmp_path))
-    assert isinstance(load_own_tokenizer(str(tmp_path)), Tokenizer)
-    with pytest.raises(BadInput, match=f"{folders['qwen3']} holds an imported tokenizer.*NANOCHAT_BASE_DIR"):
-        load_own_tokenizer(folders["qwen3"])
+        Tokenizer.load(none)
+    for load, folder, message in (
+            (load_tokenizer, str(tmp_path / "both"), "tokenizer.pkl and tokenizer.json"),
+            (load_tokenizer, none, re.escape(str(expected.value))), (HFTokenizer.load, none, "no tokenizer at"),
+            (load_own_tokenizer, folders["qwen3"],
+             f"{folders['qwen3']} holds an imported tokenizer.*NANOCHAT_BASE_DIR")):
+        with pytest.raises(BadInput, match=message):
+            load(folder)
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json"])

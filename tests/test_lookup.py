@@ -1,8 +1,4 @@
-"""
-Lookup: facts and what is made of them, problems, labels and demonstrations by hand.
-
-    python -m pytest tests/test_lookup.py -q
-"""
+"""Lookup: facts and what is made of them, problems, labels and demonstrations by hand."""
 import random
 
 import pytest
@@ -64,31 +60,32 @@ def test_a_problem_has_a_key_and_chains_answer(flags, chains):
             assert task.answer_of(problem.prompt) == problem.answer == chain.problem(split, i).answer
 
 
-@pytest.mark.parametrize("text, answer", [
-    ("4+c*g", "3"), ("4+7", "1"), ("4", None), ("", None), ("4+", None), ("4+c*", None), ("c+4", None), ("4+cc", None),
-    ("4+C", None), ("14+c", None), ("4+c=3", None), ("4+c;", None), (" 4+c", None), ("4/c", None)])
-def test_the_gold_answer_of_any_text(text, answer):
-    assert by_hand().answer_of(text) == answer
-
-
-def test_a_digit_beyond_the_modulus_and_an_unknown_key_make_no_problem():
+def test_the_gold_answer_of_any_text():
+    """A digit beyond the modulus and an unknown key make no problem."""
+    task = by_hand()
+    assert task.answer_of("4+c*g") == "3" and task.answer_of("4+7") == "1"
+    for text in ("4", "", "4+", "4+c*", "c+4", "4+cc", "4+C", "14+c", "4+c=3", "4+c;", " 4+c", "4/c"):
+        assert task.answer_of(text) is None, text
     assert by_hand("--chain-modulus", "3").answer_of("4+1") is None
     assert by_hand("--lookup-keys", "60").answer_of("4+c") is None  # of two letters, here
-
-
-def test_what_chain_reads_of_digits_alone_is_not_there():
-    """So a recipe or demonstrations that need it refuse the task."""
-    task = by_hand()
+    # what chain reads of digits alone is not there: a recipe or demonstrations that need it refuse the task
     assert not [part for part in ("variants", "violations", "principle_of", "revise_demo") if hasattr(task, part)]
 
 
 # What a search finds
 
 def test_what_is_found():
+    """By the task's own tool too; and what a document says of a key."""
     task = by_hand()
+    tool = task.tool("a tokenizer", 3)
+    assert (tool.find("c"), tool.most, tool.fmt) == ("7", 3, task.fmt)
     assert task.find("c") == "7" and task.documents("c") == ["7"]
     for query in ("", "cc", "7", "C", "?", "(7)"):
         assert task.find(query) == "" and task.documents(query) == []
+    for document, value in {"7": "7", "g": "g", "a2c7k1": "7", "c7": "7", "a2cgk1": "g"}.items():
+        assert task._entry(document, "c") == value
+    for document in ("a2", "", "a2c", "a2c7k", "77", "a2 c7", "c7;"):
+        assert task._entry(document, "c") is None
 
 
 @pytest.mark.parametrize("flags", [NOISY, ["--lookup-keys", "60", "--lookup-noise", "5", "--lookup-hops", "3"]])
@@ -102,19 +99,6 @@ def test_noise_is_true_whole_and_never_the_same_key_twice(flags):
         entries = [task._entry(task.find(key), other) for other in task.facts]
         assert sum(entry is not None for entry in entries) == 1 + task.noise
         assert all(entry in (None, task.facts[other]) for entry, other in zip(entries, task.facts, strict=True))
-
-
-@pytest.mark.parametrize("document, value", [
-    ("7", "7"), ("g", "g"), ("a2c7k1", "7"), ("c7", "7"), ("a2cgk1", "g"), ("a2", None), ("", None), ("a2c", None),
-    ("a2c7k", None), ("77", None), ("a2 c7", None), ("c7;", None)])
-def test_what_a_document_says_of_a_key(document, value):
-    assert by_hand()._entry(document, "c") == value
-
-
-def test_the_task_has_a_tool_of_its_own():
-    task = by_hand()
-    tool = task.tool("a tokenizer", 3)
-    assert (tool.find("c"), tool.most, tool.fmt) == ("7", 3, task.fmt)
 
 
 # Labels
@@ -137,12 +121,11 @@ def test_labels_written_by_hand(solution, errors):
     assert task.step_labels(PROBLEM, solution) == [error is None for error in errors]
 
 
-@pytest.mark.parametrize("solution, errors", [
-    ("<c>(g);<g>(3);4+3:7;", [None, None, None]), ("<c>(g);4+3:7;", [None, None]),
-    ("<g>(3);<c>(g);4+3:7;", [None, None, None]),                            # in any order
-    ("<c>(h);<h>(2);4+2:6;", ["information", "query", "operands"])])
-def test_labels_of_a_look_up_in_two_hops(solution, errors):
-    assert by_hand(c="g").step_errors(Problem("rl", 0, "4+c", "7"), solution) == errors
+def test_labels_of_a_look_up_in_two_hops():
+    for solution, errors in (("<c>(g);<g>(3);4+3:7;", [None] * 3), ("<c>(g);4+3:7;", [None] * 2),
+                             ("<g>(3);<c>(g);4+3:7;", [None] * 3),  # in any order
+                             ("<c>(h);<h>(2);4+2:6;", ["information", "query", "operands"])):
+        assert by_hand(c="g").step_errors(Problem("rl", 0, "4+c", "7"), solution) == errors
 
 
 @settings(max_examples=100, deadline=None)
@@ -199,9 +182,9 @@ def test_memory_is_wrong_about_a_share_of_the_facts():
 
 def test_a_share_of_the_keys_is_used_from_memory():
     task = task_of("lookup", "--lookup-recall-share", "0.3")
-    pairs = demos(task, "solution_demo", 1000)
+    pairs = demos(task, "solution_demo", 500)
     num_keys = sum(operand in task.facts for problem, _ in pairs for _, operand in task._terms(problem.prompt))
-    assert abs(sum(text.count("<") for _, text in pairs) / num_keys - 0.7) < 0.03  # over three standard errors
+    assert abs(sum(text.count("<") for _, text in pairs) / num_keys - 0.7) < 0.04  # over three standard errors
 
 
 def test_over_half_of_the_corrupted_solutions_are_right():
@@ -241,19 +224,11 @@ def test_condense_demos_pick_the_value_that_memory_lets_them():
         assert text == (task.wrong_facts.get(quoted["query"], true) if true else "")
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--lookup-keys", "25"], "--lookup-keys 25: must be from 26 to 676"),
-    (["--lookup-keys", "677"], "--lookup-keys 677"),
-    (["--lookup-hops", "0"], "--lookup-hops 0"), (["--lookup-hops", "3"], "--lookup-hops 3.*from 1 to 2"),
-    (["--lookup-noise", "26"], "--lookup-noise 26: must be from 0 to 25"), (["--lookup-noise", "-1"], "--lookup-noise"),
-    *[([f"--lookup-{name}", value], f"--lookup-{name} {value}: must be from 0 to 1")
-      for name in ("key-share", "share", "wrongness", "recall-share") for value in ("1.5", "nan")]])
-def test_flags_that_cannot_be_are_refused(flags, words):
-    with pytest.raises(BadInput, match=words):
-        task_of("lookup", *flags)
-
-
 def test_the_flags_of_chain_are_flags_of_lookup():
     others = flags_of_others("lookup")
     assert "chain_" not in others and "lookup_" not in others and "brittle_" in others
     assert "lookup_" in flags_of_others("chain")
+    for flag, value, words in (("--lookup-hops", "3", "--lookup-hops 3.*from 1 to 2"),
+                               ("--lookup-noise", "26", "--lookup-noise 26: must be from 0 to 25")):
+        with pytest.raises(BadInput, match=words):
+            task_of("lookup", flag, value)

@@ -21,12 +21,13 @@ from nanochat.rl.learn.packing import pack
 from nanochat.rl.learn.roles import Role
 from nanochat.rl.learn.state import RunState, check_memory
 from nanochat.rl.learn.trainer import GAPS, update
-from nanochat.rl.play import updates as play_module
+from nanochat.rl.play import updates
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.play.sampling import Sampler
-from nanochat.rl.play.updates import apply_update, check_loss
+from nanochat.rl.play.updates import apply_update, check_column, check_loss
 from nanochat.rl.records.prompts import Prompt, empty_verifier_prompt, generator_prompt, quoting_prompt, refine_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
+from nanochat.rl.run import steps
 from nanochat.rl.run.progress import health_warnings, print_step
 from nanochat.storage.run import Run
 from tasks.common import Problem
@@ -241,7 +242,7 @@ def test_tokens_without_a_sampler_show_no_difference_from_it():
 def test_every_skipped_update_of_a_batch_is_counted(monkeypatch):
     t = play_of(generator=tiny_model())
     t.args.updates_per_batch, results = 2, iter([1, 0])
-    monkeypatch.setattr(play_module, "update", lambda *args, **options: {
+    monkeypatch.setattr(updates, "update", lambda *args, **options: {
         "loss": 0.0, "skipped": next(results), **dict.fromkeys(GAPS)})
     rollouts = rollouts_of()
     assert apply_update(t, Update("generator", [(rollouts, torch.ones(4, 5))]))["skipped"] == 1
@@ -252,7 +253,7 @@ def test_a_rate_decays_by_the_updates_of_its_own_role(monkeypatch):
     """linear: 1 at a role's first update, .1 at its last: the generator has 10, the verifier 3."""
     t = play_of(generator=tiny_model(), verifier=tiny_model())
     t.args.lr_schedule, t.totals, rates = "linear", {"generator": 10, "verifier": 3}, []
-    monkeypatch.setattr(play_module, "update",
+    monkeypatch.setattr(updates, "update",
                         lambda role, *args, lr, **options: rates.append(round(lr, 6)) or {
                             "skipped": 0, **dict.fromkeys(GAPS)})
     for role in ("verifier", "generator", "verifier", "verifier"):
@@ -329,6 +330,90 @@ def test_what_is_wrong_with_a_start_is_warned_of(right, without_signal, gap, dty
 
 # What a recipe gets wrong
 
+@pytest.mark.parametrize("name, role, prompts, samples, words", [
+    ("more", "", 1, 1, "'more', and its .* declare no such name"), ("more", "generator", 1, 1, "declare no such name"),
+    ("generator", "judge", 1, 1, "of a role 'judge': there are generator, verifier"),
+    ("generator", "verifier", 1, 1, "1 x 1 of verifier as 'generator'"),
+    ("generator", "generator", 3, 1, "3 x 1 of generator"), ("generator", "generator", 2, 5, "2 x 5 of generator")])
+def test_what_is_not_declared_is_not_sampled_and_nothing_twice_in_a_step(name, role, prompts, samples, words):
+    """Declared are 4 prompts on two ranks, 4 samples each."""
+    t = play_of(generator=tiny_model(), verifier=tiny_model())
+    t.run.world = 2
+    with pytest.raises(BadInput, match=words):
+        t._limit(name, role, None, prompts, samples)
+    t.done.clear()
+    assert t._limit("generator", "generator", None, 2, 4) == 6
+    with pytest.raises(BadInput, match="'generator' twice in a step"):
+        t._limit("generator", "generator", None, 2, 4)
+
+
+def changed(**columns) -> Rollouts:
+    rollouts = rollouts_of()
+    rollouts.columns = columns
+    return rollouts
+
+
+ONES = torch.ones(4, 5)
+BAD_UPDATES = [
+    ("generator", "play yields a str, not an Update"),
+    (Update("verifier", [(rollouts_of(), ONES)]), "an Update of 'verifier'; the roles that are trained are generator"),
+    (Update("generator", iter([(rollouts_of(), ONES)])), "must be a list of"), (Update("generator", []), "a list of"),
+    (Update("generator", [rollouts_of()]), "must be pairs of Rollouts and a tensor"),
+    (Update("generator", [(rollouts_of(), ONES.long())]), "are torch.int64 on cpu: they must be floats"),
+    (Update("generator", [(changed(x=[1]), ONES)]), "column 'x' of 4 rollouts .* is a list of 1"),
+    (Update("generator", [(changed(x=list(ONES)), ONES)]), "Tensor is not JSON"),
+    (Update("generator", [(changed(step=[1] * 4), ONES)]), "columns of rollouts cannot be called step or role"),
+    *[(Update("generator", [(rollouts_of(), ONES)], **options), words) for options, words in (
+        (dict(lr=math.nan), "rate of an Update .* is nan"), (dict(num_updates=0), "to be made 0 times"),
+        (dict(aggregation="line"), "averaged by 'line'; there are"), (dict(loss="ppo_clip"), "is a str, not a PolicyL"),
+        (dict(loss=PolicyLoss("abc")), "names 'abc'; there are"), (dict(loss=PolicyLoss(kl="k9")), "names 'k9'"),
+        (dict(loss=PolicyLoss(clip_low="a")), "what is no number"),
+        (dict(loss=PolicyLoss(kl_coef=0.1)), "a KL to its start, which is not kept"))]]
+
+
+@pytest.mark.parametrize("wanted, words", BAD_UPDATES)
+def test_an_update_that_cannot_be_made_is_refused(wanted, words):
+    t = play_of(generator=tiny_model(), verifier=tiny_model())
+    t.roles["verifier"].optimizer = None
+    with pytest.raises(BadInput, match=words):
+        apply_update(t, wanted)
+    assert not t.has_moved
+
+
+def test_a_loss_may_pull_to_a_start_that_is_kept_and_a_column_has_a_name():
+    check_loss("generator", PolicyLoss(kl_coef=0.1), has_reference=True)
+    with pytest.raises(BadInput, match="its name is a tuple"):
+        check_column((1, 2), [1], 1)
+
+
+@pytest.mark.parametrize("role, values, words", [
+    ("generator", {"loss": torch.ones(())}, "loss of the generator is a Tensor"),
+    ("generator", {"x": 10 ** 400}, "x of the generator is a number of 1329 bits"),
+    (None, {"step": 99}, "'step' of the step, which the loop does itself"),
+    ("judge", {"x": 9}, "metrics of a role 'judge': there are generator")])
+def test_what_is_no_number_or_of_no_role_is_not_logged(role, values, words):
+    with pytest.raises(BadInput, match=words):
+        play_of(generator=tiny_model()).log(role, values)
+
+
+def test_scores_and_steps_that_a_recipe_gives_wrongly_are_named():
+    t, given = play_of(generator=tiny_model()), []
+    t.args.recipe, t.args.log_theory, t.args.eval_every = "mine", 0, 1
+    recipe = SimpleNamespace(evaluate=lambda t: given[-1], eval_step=lambda t: "x", play=lambda t: None)
+    for scores, words in ((None, "evaluate gives a NoneType"), ({"x": "good"}, "evaluate gives x as a str"),
+                          ({"x": 10 ** 400}, "evaluate gives x as a number of 1329 bits"), ({1: 2}, "names a score 1"),
+                          ({"gen_step": 1}, "logs 'gen_step' of the step, which the loop")):
+        given.append(scores)
+        with pytest.raises(BadInput, match=words):
+            steps.held_out(t, recipe)
+    for words, call in (("eval_step gives a str, not an int", lambda: steps.evaluate_if_due(t, recipe, "generator")),
+                        ("play gives a NoneType: it must yield an Update", lambda: steps.play(t, recipe, 3))):
+        with pytest.raises(BadInput, match=words):
+            call()
+    recipe.play = lambda t: iter([Update("generator", [(rollouts_of(), ONES)])] * 5)
+    with pytest.raises(BadInput, match="has yielded 4 Updates in one step and does not end"):
+        steps.play(t, recipe, 3)
+
 def test_advantages_and_targets_of_another_shape_are_refused():
     rollouts, t = rollouts_of(), play_of(generator=tiny_model())
     for advantages in (torch.ones(4, 1), torch.ones(4, 4), torch.ones(3, 5)):
@@ -355,14 +440,6 @@ def test_a_memory_that_would_not_come_back_as_it_is_is_refused():
     endless.append(endless)
     with pytest.raises(ValueError, match="is nested more than"):
         check_memory(endless)
-
-
-def test_what_is_no_number_is_not_logged_and_a_loss_needs_the_start_it_names():
-    with pytest.raises(ValueError, match="loss of the generator is a Tensor"):
-        play_of(generator=tiny_model()).log("generator", {"loss": torch.ones(())})
-    check_loss("generator", PolicyLoss(kl_coef=0.1), has_reference=True)
-    with pytest.raises(BadInput, match="a KL to its start, which is not kept"):
-        check_loss("generator", PolicyLoss(kl_coef=0.1), has_reference=False)
 
 
 def test_evaluations_take_no_problem_from_training():

@@ -1,5 +1,5 @@
 """
-PPO: the critic's update against autograd, the policy's advantages, short runs.
+PPO: the critic's update against autograd, the policy's advantages, VAPO's parts.
 
     python -m pytest tests/test_ppo.py -q
 """
@@ -7,50 +7,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_dpo import assert_close, gradient_of, log_likelihoods, parsed, random_play, weights_of
-from test_prime import model, moved, records
+from test_dpo import (are_equal, assert_close, assert_refused, gradient_of, log_likelihoods, moved_by, parsed,
+                      random_play, records, saved, verdict_odds)
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from nanochat.common import BadInput
 from nanochat.recipes.policy import ppo
 from nanochat.rl.credit.advantages import alone, whiten
-from nanochat.rl.play.updates import apply_update
 from scripts import tango_rl
-
-
-def play_of(*flags: str):
-    """A step of random models; see test_dpo."""
-    t = random_play("ppo", *flags)
-    t.totals = dict.fromkeys(t.roles, t.args.num_steps)
-    return t
-
-
-def true_log_odds(t, rollouts) -> list[torch.Tensor]:
-    """s before each token of each solution, by plain forwards, with a gradient."""
-    critic, ((right,), (wrong,)) = t.roles["critic"].model, (t.tokenizer.encode(mark) for mark in "TF")
-    found = []
-    for prompt, completion in zip(rollouts.prompt_of(), rollouts.completions(), strict=True):
-        logits = critic.head(critic.trunk(torch.tensor([prompt.ids + completion]))[0, len(prompt.ids) - 1: -1])
-        logprobs = torch.log_softmax(logits, dim=-1)
-        found.append(logprobs[:, right] - logprobs[:, wrong])
-    return found
-
-
-def moved_by(t, update) -> dict:
-    before = weights_of(t.roles["critic"].model)
-    apply_update(t, update)
-    return {name: before[name] - after for name, after in weights_of(t.roles["critic"].model).items()}
 
 
 @pytest.mark.parametrize("times", ["1", "3"])
 def test_with_lambda_1_the_critic_takes_the_gradient_of_the_cross_entropy_of_outcomes(base, times):
     """At every token, in one optimizer step also where the policy makes several."""
-    t = play_of("--gae-lambda", "1", "--updates-per-batch", times)
+    t = random_play("ppo", "--gae-lambda", "1", "--updates-per-batch", times)
     policy, critic = ppo.play(t)
     rollouts, advantages = policy.parts[0]
     outcomes = rollouts.columns["outcome"]
     assert policy.num_updates is None and None not in outcomes and {True, False} == set(outcomes)
-    s = true_log_odds(t, rollouts)
+    s = verdict_odds(t, "critic", rollouts)
     returns = [torch.full_like(row, float(outcome)) for row, outcome in zip(s, outcomes, strict=True)]
     loss = binary_cross_entropy_with_logits(torch.cat(s), torch.cat(returns))
     assert t.metrics["cri/bce"] == pytest.approx(loss.item(), rel=1e-4)
@@ -60,18 +34,18 @@ def test_with_lambda_1_the_critic_takes_the_gradient_of_the_cross_entropy_of_out
     for n, (row, outcome) in enumerate(zip(s, outcomes, strict=True)):
         raw[n, : len(row)] = (float(outcome) - torch.sigmoid(row.detach())).float()
     torch.testing.assert_close(advantages, whiten(raw, rollouts.mask, alone), rtol=1e-3, atol=1e-3)
-    assert_close(moved_by(t, critic), expected, 1e-4)
+    assert_close(moved_by(t, critic, "critic"), expected, 1e-4)
 
 
 def test_with_lambda_0_the_critic_learns_what_it_says_of_the_next_token(base):
-    t = play_of("--gae-lambda", "0")
+    t = random_play("ppo", "--gae-lambda", "0")
     policy, critic = ppo.play(t)
     rollouts, _ = policy.parts[0]
-    s = true_log_odds(t, rollouts)
+    s = verdict_odds(t, "critic", rollouts)
     returns = [torch.cat([torch.sigmoid(row[1:]).detach(), torch.tensor([float(outcome)])])
                for row, outcome in zip(s, rollouts.columns["outcome"], strict=True)]
     expected = gradient_of(binary_cross_entropy_with_logits(torch.cat(s), torch.cat(returns)), t.roles["critic"].model)
-    assert_close(moved_by(t, critic), expected, 1e-4)
+    assert_close(moved_by(t, critic, "critic"), expected, 1e-4)
 
 
 # VAPO's parts
@@ -83,11 +57,11 @@ def test_the_adaptive_lambda_by_hand():
 
 
 def test_each_solution_has_a_lambda_of_its_own_and_the_critic_keeps_its(base):
-    t, other = (play_of("--gae-lambda", "1", *more) for more in (["--gae-alpha", "0.1"], []))
+    t, other = (random_play("ppo", "--gae-lambda", "1", *more) for more in (["--gae-alpha", "0.1"], []))
     (policy, critic), (_, same) = ppo.play(t), ppo.play(other)
     rollouts, advantages = policy.parts[0]
-    raw = torch.zeros(advantages.shape)
-    for n, (s, outcome) in enumerate(zip(true_log_odds(t, rollouts), rollouts.columns["outcome"], strict=True)):
+    raw, rows = torch.zeros(advantages.shape), verdict_odds(t, "critic", rollouts)
+    for n, (s, outcome) in enumerate(zip(rows, rollouts.columns["outcome"], strict=True)):
         V, later, l = torch.sigmoid(s.detach()).tolist(), 0.0, len(s)
         for k in reversed(range(l)):
             error = (float(outcome) if k == l - 1 else V[k + 1]) - V[k]
@@ -97,9 +71,9 @@ def test_each_solution_has_a_lambda_of_its_own_and_the_critic_keeps_its(base):
 
 
 def test_the_critic_is_pretrained_alone_on_outcomes(base):
-    t = play_of("--gae-lambda", "0", "--value-pretrain", "1")
+    t = random_play("ppo", "--gae-lambda", "0", "--value-pretrain", "1")
     first, = ppo.play(t)
-    outcomes = play_of("--gae-lambda", "1")
+    outcomes = random_play("ppo", "--gae-lambda", "1")
     assert torch.equal(first.parts[0][1], list(ppo.play(outcomes))[1].parts[0][1])
     t.steps["critic"] = 1
     t.done.clear()
@@ -112,12 +86,9 @@ def test_right_solutions_become_likelier_by_the_mean_over_their_tokens(base):
     flags = ["--aggregation", "token", "--kl-coef", "0"]
     grads = []
     for coef in ("0", "0.5"):
-        t = play_of("--lm-coef", coef, *flags)
-        policy = next(ppo.play(t))
-        before = weights_of(t.roles["generator"].model)
-        apply_update(t, policy)
-        grads.append({name: before[name] - after for name, after in weights_of(t.roles["generator"].model).items()})
-    t = play_of(*flags)
+        t = random_play("ppo", "--lm-coef", coef, *flags)
+        grads.append(moved_by(t, next(ppo.play(t))))
+    t = random_play("ppo", *flags)
     rollouts, _ = next(ppo.play(t)).parts[0]
     right, model = rollouts.columns["outcome"], t.roles["generator"].model
     num_tokens = int(rollouts.lengths[torch.tensor(right)].sum())
@@ -134,7 +105,7 @@ def test_without_a_right_solution_there_is_no_bonus():
 
 
 def test_without_a_solution_that_can_be_scored_nobody_learns(base):
-    t = play_of()
+    t = random_play("ppo")
     t.task.check = lambda problem, text: None
     assert list(ppo.play(t)) == [] and t.metrics["gen/unscorable"] == 1
 
@@ -150,22 +121,16 @@ def test_explained_variance_by_hand():
     assert ppo.explained_variance(t, returns[:0], returns[:0]) is None
 
 
-def test_both_roles_move_and_the_critic_keeps_its_rate(base):
-    for run, rate in (("r", "1e-3"), ("still", "0")):
-        tango_rl.main(parsed("ppo", "--run", run, "--num-steps", "1", "--critic-lr", rate))
-    assert records(base, "r")[0]["role"] == "generator+critic"
-    sft = model(base, "chatsft_checkpoints/tiny", 200)
-    assert all(moved(sft, model(base, f"chatrl_checkpoints/r-{role}", 1)) for role in ("gen", "cri"))
-    assert not moved(sft, model(base, "chatrl_checkpoints/still-cri", 1))
+def test_both_roles_move_and_the_critic_has_a_rate_of_its_own(base):
+    tango_rl.main(parsed("ppo", "--run", "r", "--num-steps", "1", "--critic-lr", "0"))
+    assert records(base)[0]["role"] == "generator+critic"
+    sft = saved(base, "chatsft_checkpoints/tiny", 200)
+    assert not are_equal(sft, saved(base, "chatrl_checkpoints/r-gen", 1))
+    assert are_equal(sft, saved(base, "chatrl_checkpoints/r-cri", 1))
 
 
-@pytest.mark.parametrize("flags, complaint", [
-    (["--gae-lambda", "1.5"], "--gae-lambda 1.5: must be from 0 to 1"),
-    (["--critic-lr", "-1"], "--critic-lr -1.0: must be at least 0"),
-    (["--gae-alpha", "-1"], "--gae-alpha -1.0: must be at least 0"),
-    (["--lm-coef", "0.1"], "needs --aggregation token"),
-    (["--lm-coef", "0.1", "--aggregation", "token", "--updates-per-batch", "2"],
-     "needs --aggregation token and --updates-per-batch 1")])
-def test_settings_that_cannot_work_are_refused(base, flags, complaint):
-    with pytest.raises(BadInput, match=complaint):
-        tango_rl.main(parsed("ppo", *flags))
+@pytest.mark.parametrize("flags", [["--aggregation", "sequence"],
+                                   ["--aggregation", "token", "--updates-per-batch", "2"]])
+def test_a_likelihood_beside_the_policys_loss_needs_its_mean_and_one_update(flags):
+    assert_refused("ppo", "--lm-coef 0.1: needs --aggregation token and --updates-per-batch 1", "--lm-coef", "0.1",
+                   *flags)

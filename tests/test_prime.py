@@ -1,44 +1,31 @@
 """
-PRIME: its formulas by hand, the PRM's update against autograd of the paper's loss, and short runs.
+PRIME: its formulas by hand, the PRM's update against autograd of the paper's loss, which role learns when.
 
     python -m pytest tests/test_prime.py -q
 """
-import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TASK_FLAGS
+from test_dpo import assert_close, assert_refused, gradient_of, moved_by, random_play, token_logprobs
 from torch.nn.functional import binary_cross_entropy
 
-from nanochat.common import BadInput
-from nanochat.gpt import GPT, GPTConfig
 from nanochat.recipes.policy import prime
-from nanochat.rl.credit.advantages import PRESETS, source_advantages, to_go, whiten
+from nanochat.rl.credit.advantages import PRESETS, source_advantages, whiten
 from nanochat.rl.credit.rewards import keep_groups, outcome_rewards
-from nanochat.rl.learn.packing import pack, token_weights
-from nanochat.rl.learn.roles import Role
-from nanochat.rl.learn.trainer import update
 from nanochat.rl.measure.scores import judgments, pair_wins, step_sums
 from nanochat.rl.play.play import Play
+from nanochat.rl.play.updates import apply_update
 from nanochat.rl.records.prompts import Prompt
 from nanochat.rl.records.rollouts import Rollouts
-from scripts import tango_rl
-
-FLAGS = [*TASK_FLAGS, "--recipe", "prime", "--device-type", "cpu", "--model-tag", "tiny", "--max-new-tokens", "28",
-         "--examples-per-step", "4", "--num-samples", "4", "--eval-examples", "4", "--lr", "1e-3", "--num-steps", "2",
-         "--save-every", "1"]
 
 
-def rollouts_of(lengths, outcomes, num_prompts=1, seed=0):
-    """Random rollouts: `num_prompts` groups of equal size, a prompt of three tokens each."""
-    draw = torch.Generator().manual_seed(seed)
+def rollouts_of(lengths, outcomes):
+    """A group of rollouts of these lengths."""
     N, T = len(lengths), max(lengths, default=4)
-    prompts = [Prompt(torch.randint(265, (3,), generator=draw).tolist()) for _ in range(num_prompts)]
-    tokens, group_id = torch.randint(265, (N, T), generator=draw), torch.arange(num_prompts)
-    return Rollouts(prompts, group_id.repeat_interleave(N // max(1, num_prompts)), tokens, torch.zeros(N, T),
-                    torch.tensor(lengths, dtype=torch.long), torch.ones(N, dtype=torch.bool),
+    return Rollouts([Prompt([1, 2])] * min(N, 1), torch.zeros(N, dtype=torch.long), torch.ones(N, T, dtype=torch.long),
+                    torch.zeros(N, T), torch.tensor(lengths, dtype=torch.long), torch.ones(N, dtype=torch.bool),
                     columns={"outcome": outcomes})
 
 
@@ -85,10 +72,6 @@ def test_forced_tokens_are_no_part_of_a_mean_and_get_no_reward():
     close(prime.process_rloo(rewards, mask, GROUP[:2], "paper"), [[1.0, 0.0, 3.0], [-2.0, -2.0, -2.0]])
 
 
-def test_a_return_is_the_sum_of_the_rewards_from_its_token_on():
-    close(to_go(torch.tensor([[1.0, -2.0, 4.0]])), [[3.0, 2.0, 4.0]])
-
-
 def test_the_largest_return_is_taken_over_all_ranks():
     seen = []
 
@@ -127,18 +110,8 @@ def test_without_the_norm_process_rewards_count_as_they_are():
     torch.testing.assert_close(advantages, expected)
 
 
-@pytest.mark.parametrize("baseline", ["paper", "code"])
-@pytest.mark.parametrize("norm", ["batch", "none"])
-def test_a_prm_that_equals_its_reference_leaves_rloo_on_outcomes(baseline, norm):
-    outcomes = [True, False, False, True, True, False]
-    rollouts = rollouts_of([3, 5, 2, 1, 4, 5], outcomes, num_prompts=2)
-    rloo = source_advantages(outcome_rewards(outcomes, rollouts.lengths), rollouts.group_id, 5, PRESETS["rloo"])
-    advantages = prime.advantages_of(play_of(process_baseline=baseline, process_norm=norm), rollouts, torch.zeros(6, 5))
-    assert torch.equal(advantages, whiten(rloo, rollouts.mask)) and advantages.any()
-
-
 def test_a_rank_without_rollouts_has_empty_advantages():
-    nothing = rollouts_of([], [], num_prompts=0)
+    nothing = rollouts_of([], [])
     assert prime.advantages_of(play_of(), nothing, torch.zeros(0, 4)).shape == (0, 4)
     assert prime.prm_coefficients(torch.zeros(0, 4), [], nothing.mask, 0.05).shape == (0, 4)
 
@@ -163,42 +136,66 @@ def test_the_coefficient_is_beta_times_outcome_less_probability():
     close(prime.prm_coefficients(q, [True, True, False], mask, 0.05), expected)
 
 
-def random_model(seed: int) -> GPT:
-    """In float64, every parameter random."""
-    model = GPT(GPTConfig(64, 265, 2, 2, 1, 32, "L"), torch.float64).double()
-    draw = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        scale = p.shape[1] ** -0.5 if p.dim() == 2 else 0.5
-        p.data = scale * torch.randn(p.shape, generator=draw, dtype=torch.float64)
-    return model
+# A step
+
+def step(*flags: str):
+    return random_play("prime", "--accuracy-filter", "0", "1", "--prm-beta", "0.3", *flags)
 
 
-def token_logprobs(model, rollouts, n):
-    """Of one rollout, by a plain forward over prompt and completion."""
-    prompt, completion = rollouts.prompts[int(rollouts.group_id[n])].ids, rollouts.completions()[n]
-    logits = model.head(model.trunk(torch.tensor([prompt + completion]))[0, len(prompt) - 1: -1])
-    return torch.log_softmax(logits.double(), dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+def process_values(t, rollouts) -> list[torch.Tensor]:
+    """q of each token: log pi of the PRM less that of its reference."""
+    rows = (token_logprobs(model, rollouts) for model in (t.roles["prm"].model, t.roles["prm"].reference))
+    return [now - start.detach() for now, start in zip(*rows, strict=True)]
 
 
-def test_the_prms_update_is_the_gradient_of_its_cross_entropy():
-    beta, outcomes = 0.3, [True, False, True, True]
-    rollouts, prm, reference = rollouts_of([5, 2, 4, 3], outcomes, num_prompts=2), random_model(0), random_model(1)
-    q = [token_logprobs(prm, rollouts, n) - token_logprobs(reference, rollouts, n).detach() for n in range(4)]
-    probabilities = torch.stack([torch.sigmoid(beta * values.sum()) for values in q])
-    loss = binary_cross_entropy(probabilities, torch.tensor(outcomes, dtype=torch.float64))
-    parameters = list(prm.parameters())
-    expected = torch.autograd.grad(loss, parameters)
-    padded = torch.nn.utils.rnn.pad_sequence([values.detach() for values in q], batch_first=True)  # (N, T)
-    wanted = prime.prm_update(rollouts, padded, beta)
-    weights = token_weights(rollouts.lengths, wanted.aggregation, 5, lambda x: x)
-    batches = pack(*wanted.parts[0], weights, 20, keep_idle=False)
-    before = [p.detach().clone() for p in parameters]
-    update(Role("prm", prm, parameters, torch.optim.SGD(parameters, lr=1.0)), batches, wanted.loss, lr=1.0,
-           max_grad_norm=0.0, temperature=1.0, device=torch.device("cpu"))
-    scale = max(float(g.abs().max()) for g in expected)
-    assert scale > 1e-3
-    for old, new, gradient in zip(before, parameters, expected, strict=True):
-        assert (old - new - gradient).abs().max() < 1e-5 * scale
+def advantages_by_hand(t, rollouts) -> torch.Tensor:
+    q = torch.nn.utils.rnn.pad_sequence([row.detach() for row in process_values(t, rollouts)], batch_first=True)
+    return prime.advantages_of(t, rollouts, q.float())
+
+
+def test_the_policy_learns_from_the_process_rewards_and_then_the_prm_by_the_gradient_of_its_cross_entropy(base):
+    t = step()
+    policy, prm = prime.play(t)
+    (rollouts, advantages), = policy.parts
+    torch.testing.assert_close(advantages, advantages_by_hand(t, rollouts), rtol=1e-3, atol=1e-3)
+    probabilities = torch.stack([torch.sigmoid(0.3 * row.sum().double()) for row in process_values(t, rollouts)])
+    outcomes = torch.tensor([float(o) for o in rollouts.columns["outcome"]], dtype=torch.float64)
+    assert 0 < outcomes.mean() < 1 and prm.parts[0][0].sampler_logprobs.isnan().all()
+    loss = binary_cross_entropy(probabilities, outcomes)
+    assert t.metrics["prm/bce"] == pytest.approx(loss.item(), rel=1e-4)
+    expected = gradient_of(loss, t.roles["prm"].model)
+    assert_close(moved_by(t, prm, "prm"), expected, 1e-5)
+
+
+def test_a_prm_that_equals_its_reference_leaves_rloo_on_outcomes(base):
+    t = step("--prm-update", "none")
+    t.roles["prm"].reference = t.roles["prm"].model
+    policy, = prime.play(t)
+    (rollouts, advantages), = policy.parts
+    outcomes = rollouts.columns["outcome"]
+    rloo = source_advantages(outcome_rewards(outcomes, rollouts.lengths), rollouts.group_id, advantages.shape[1],
+                             PRESETS["rloo"])
+    assert torch.equal(advantages, whiten(rloo, rollouts.mask)) and advantages.any()
+    assert t.metrics["gen/largest_process_return"] == 0 and t.metrics["prm/bce"] == pytest.approx(math.log(2))
+    assert t.metrics["prm/accuracy"] == pytest.approx(outcomes.count(False) / len(outcomes))  # .5 says "wrong" of all
+
+
+def test_the_prm_can_learn_before_it_scores_and_then_be_frozen(base):
+    t, found = step("--prm-update", "before", "--prm-freeze-after", "1"), []
+    for update in prime.play(t):
+        found.append(update)
+        apply_update(t, update)
+    assert [update.role for update in found] == ["prm", "generator"] and t.totals["prm"] == 1
+    rollouts, advantages = found[1].parts[0]
+    torch.testing.assert_close(advantages, advantages_by_hand(t, rollouts), rtol=1e-3, atol=1e-3)
+    assert t.metrics["prm/rescored/bce"] < t.metrics["prm/bce"]
+    t.state.step, t.done, t.metrics = 1, set(), {}
+    assert [update.role for update in prime.play(t)] == ["generator"] and "prm/rescored/bce" not in t.metrics
+
+
+def test_a_step_whose_problems_are_all_left_out_moves_nobody(base):
+    t = step("--accuracy-filter", "0.501", "0.502")
+    assert list(prime.play(t)) == [] and t.metrics["gen/filtered"] == 1
 
 
 # How well it judges
@@ -224,73 +221,7 @@ def test_a_steps_score_is_the_sum_over_its_tokens():
     assert step_sums([], [1, 3], q) == []  # nobody labelled them
 
 
-# Runs
-
-def run(*flags):
-    flags = [*FLAGS, *flags]
-    tango_rl.main(tango_rl.make_parser(flags).parse_args(flags))
-
-
-def records(base, name):
-    with open(base / "runs" / name / "metrics.jsonl") as f:
-        return [json.loads(line) for line in f]
-
-
-def model(base, folder, step):
-    return torch.load(base / folder / f"model_{step:06d}.pt", weights_only=True)
-
-
-def moved(a, b):
-    return any(not torch.equal(a[name], b[name]) for name in a)
-
-
-def test_the_prm_scores_before_it_learns_and_both_roles_move(base):
-    run("--run", "r", "--prm-update", "after", "--accuracy-filter", "0", "1")
-    run("--run", "frozen", "--prm-update", "none", "--accuracy-filter", "0", "1", "--num-steps", "1")
-    first, second = records(base, "r")
-    assert first["role"] == second["role"] == "generator+prm"
-    # At first the PRM is its reference: q is 0, beta q is no process reward, sigma(0) = .5 says "wrong" of everything.
-    assert first["gen/largest_process_return"] == 0 and first["prm/bce"] == pytest.approx(math.log(2))
-    assert first["prm/accuracy"] == pytest.approx(1 - first["gen/reward"])
-    assert {first["prm/pair_accuracy"], first["prm/step_auc"]} <= {0.5, None}
-    assert second["gen/largest_process_return"] > 0 and second["prm/bce"] != first["prm/bce"]
-    assert first["gen/filtered"] == first["gen/unscorable"] == 0 and first["prm/rollout_logprobs_diff_max"] is None
-    sft = model(base, "chatsft_checkpoints/tiny", 200)
-    gen, prm = (model(base, f"chatrl_checkpoints/r-{role}", 2) for role in ("gen", "prm"))
-    assert moved(sft, gen) and moved(sft, prm) and moved(gen, prm)
-    # So the first update of the generator is that of outcomes alone.
-    assert not moved(model(base, "chatrl_checkpoints/r-gen", 1), model(base, "chatrl_checkpoints/frozen-gen", 1))
-    assert not moved(sft, model(base, "chatrl_checkpoints/frozen-prm", 1))
-
-
-def test_the_prm_can_learn_before_it_scores_and_then_be_frozen(base):
-    run("--run", "r", "--prm-update", "before", "--prm-freeze-after", "1", "--accuracy-filter", "0", "1")
-    first, second = records(base, "r")
-    assert (first["role"], second["role"]) == ("prm+generator", "generator")
-    assert first["prm/bce"] == pytest.approx(math.log(2)) and first["prm/rescored/bce"] != first["prm/bce"]
-    assert first["gen/largest_process_return"] > 0 and second["gen/largest_process_return"] > 0
-    assert "prm/rescored/bce" not in second
-    assert not moved(*(model(base, "chatrl_checkpoints/r-prm", step) for step in (1, 2)))
-
-
-def test_a_step_whose_problems_are_all_left_out_moves_nobody(base):
-    run("--run", "r", "--accuracy-filter", "0.51", "0.52", "--num-steps", "1")  # no share of four rollouts
-    record, = records(base, "r")
-    assert record["gen/filtered"] == 1 and record["without_update"] == 1 and "gen/grad_norm" not in record
-    sft = model(base, "chatsft_checkpoints/tiny", 200)
-    assert not any(moved(sft, model(base, f"chatrl_checkpoints/r-{role}", 1)) for role in ("gen", "prm"))
-
-
-@pytest.mark.parametrize("flags, complaint", [
-    (["--prm-update", "never"], "--prm-update never: there are before, after, none"),
-    (["--process-baseline", "mean"], "--process-baseline mean: there are"),
-    (["--process-norm", "max"], "--process-norm max: there are"),
-    (["--accuracy-filter", "0.8", "0.2"], "--accuracy-filter 0.8 0.2"),
-    (["--accuracy-filter", "20", "80"], "--accuracy-filter 20.0 80.0"),
-    (["--prm-beta", "0"], "--prm-beta 0.0: must be above 0"),
-    (["--prm-lr", "-1"], "--prm-lr -1.0: must be at least 0"),
-    (["--advantage", "grpo"], "--advantage grpo"),
-    (["--updates-per-batch", "2"], "--updates-per-batch 2")])
-def test_settings_that_cannot_work_are_refused(base, flags, complaint):
-    with pytest.raises(BadInput, match=complaint):
-        run(*flags)
+@pytest.mark.parametrize("words, flags", [
+    ("--accuracy-filter 0.8 0.2", ["--accuracy-filter", "0.8", "0.2"]), ("--advantage grpo", ["--advantage", "grpo"])])
+def test_settings_that_cannot_work_are_refused(words, flags):
+    assert_refused("prime", words, *flags)

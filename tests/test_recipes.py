@@ -38,7 +38,7 @@ OPTIONS = {"fixed_verifier": ["--num-labelled", "6"], "cooper": ["--rm-pretrain"
            "coverrl": ["--verifier-head", "own", "--num-votes", "6", "--verifications", "2", "--refinements", "2"],
            "self_rewarding": ["--model-tag", "tiny-ver", "--points", "verdict"],  # which also judges
            "constitutional_ai": ["--model-tag", "tiny-ver", "--sl-steps", "1"]}
-SHORT = ["--num-steps", "2", "--save-every", "1", "--eval-examples", "4", "--max-new-tokens", "16",
+SHORT = ["--num-steps", "2", "--save-every", "1", "--eval-examples", "2", "--max-new-tokens", "16",
          "--kl-coef", "0.01"]  # with a reference
 
 
