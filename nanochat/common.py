@@ -364,7 +364,7 @@ def init_device(device_type: str) -> torch.device:
 
 
 def stop_with_parent() -> None:
-    """Makes Linux send this process SIGTERM when its parent ends: torchrun or run_arms, killed, cannot stop its
+    """Makes Linux send this process SIGTERM when its parent ends: torchrun or dev/experiments, killed, cannot stop its
     processes, and they would go on and keep the run's lock. A parent that names itself may have ended by now."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):

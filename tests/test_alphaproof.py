@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import on_two_ranks
-from test_dpo import assert_close, gradient_of, log_likelihoods, moved_by, parsed, random_play, records
+from test_dpo import (assert_close, assert_refused, gradient_of, keep, log_likelihoods, moved_by, of_one_and_two_ranks,
+                      random_play)
 
 from nanochat import recipes
 from nanochat.common import BadInput
-from nanochat.recipes.self_play.alphaproof import claims, of_targets, proved_of, remembered, shortest
-from scripts import tango_rl
+from nanochat.recipes.self_play.alphaproof import of_targets, proved_of, remembered, shortest
 from tasks import make_task
 from tasks.common import Problem
 
@@ -23,14 +22,11 @@ TARGETS = ["--task", "rewrite", "--curriculum", "variants", "--targets-of", "tes
 
 # By hand
 
-@pytest.mark.parametrize("rewards, best", [
-    ([1, 1, 0, 0], {0: 1}),              # the shorter one
-    ([1, 0, 1, 1], {0: 2, 1: 3}),        # of each theorem one
-    ([0, 0, 0, 0], {}), ([None] * 4, {}),
-    ([1, None, None, None], {0: 0}),
-    ([1, 1, 1, 0], {0: 1})])             # a tie: the first
-def test_the_shortest_proof_of_each_theorem(rewards, best):
-    assert shortest(rewards, [9, 4, 4, 7], [0, 0, 0, 1]) == best
+def test_the_shortest_proof_of_each_theorem():
+    best = lambda *rewards: shortest(rewards, [9, 4, 4, 7], [0, 0, 0, 1])
+    assert best(1, 1, 0, 0) == best(1, 1, 1, 0) == {0: 1}  # the shorter one; of a tie the first
+    assert best(1, 0, 1, 1) == {0: 2, 1: 3}                # of each theorem one
+    assert best(1, None, None, None) == {0: 0} and best(0, 0, 0, 0) == best(*[None] * 4) == {}
 
 
 def test_the_window_keeps_the_shortest_proof_and_the_last_theorems():
@@ -72,8 +68,7 @@ def test_expert_iteration_is_the_cross_entropy_of_the_found_proofs(base):
     assert all(t.task.check(problem, text) is True for problem, text in zip(proofs.problems(), proofs.texts,
                                                                              strict=True))
     model = t.roles["generator"].model
-    loss = -torch.stack(log_likelihoods(model, proofs)).sum() / proofs.lengths.sum()
-    expected = gradient_of(loss, model)
+    expected = gradient_of(-torch.stack(log_likelihoods(model, proofs)).sum() / proofs.lengths.sum(), model)
     assert_close(moved_by(t, update), expected, 1e-5)
 
 
@@ -146,16 +141,9 @@ def test_the_kernel_rewards_a_proof_and_the_claim_reward_whatever_states_it(base
         assert attempts.columns["reward"] == expected * 2
         assert t.metrics["gen/proved"] == 1 / 5 and t.metrics["gen/claimed"] == 4 / 5
         assert t.metrics["gen/claimed_falsely"] == 3 / 5 and t.metrics["gen/proof_steps"] == 3
-    assert claims(t, attempts) == [True, True, True, True, False] * 2
-
-
-def test_with_the_kernel_no_rewarded_attempt_is_rejected(base):
-    t = rewrite_play(texts=CLAIMS)
-    (proofs, _), = next(alphaproof.play(t)).parts
-    assert set(proofs.texts) == {"cac;acc;a;=a"}
-    t = rewrite_play("--reward", "claim", texts=CLAIMS)
-    (proofs, _), = next(alphaproof.play(t)).parts
-    assert set(proofs.texts) == {"=a"}  # the shortest claim
+        assert attempts.columns["claimed"] == [True, True, True, True, False] * 2
+        (proofs, _), = next(alphaproof.play(rewrite_play("--reward", reward, texts=CLAIMS))).parts
+        assert set(proofs.texts) == {"cac;acc;a;=a" if reward == "kernel" else "=a"}  # the shortest that is rewarded
 
 
 # Targets
@@ -243,70 +231,44 @@ def test_the_start_chooses_the_targets_and_they_stay(base):
     assert t.memory["targets"] == [1, 2, 4] and scores["gen/targets/pass1"] == pytest.approx(1 / 3)
 
 
-# Ranks, flags, a run
-
-def play_share(folder: str) -> None:
-    """Two steps on this rank's share."""
-    t, rows = random_play("alphaproof", "--num-proofs", "5"), []
-    for t.state.step in (0, 1):
-        t.done = set()
-        update, = alphaproof.play(t)
-        proofs = update.parts[0][0]
-        rows.append(sorted(zip([problem.prompt for problem in proofs.problems()], proofs.texts, strict=True)))
-    torch.save({"rows": rows, "memory": t.memory, "metrics": t.metrics}, f"{folder}/{t.run.rank}of{t.run.world}.pt")
-
-
-def test_two_ranks_do_what_one_does(base, tmp_path):
-    play_share(str(tmp_path))
-    on_two_ranks(play_share, str(tmp_path))
-    one, first, second = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("0of1", "0of2", "1of2"))
-    assert first["memory"] == second["memory"] == one["memory"] and len(one["memory"]["proofs"]) > 3
-    assert [sorted(a + b) for a, b in zip(first["rows"], second["rows"], strict=True)] == one["rows"]
-    assert first["metrics"] == pytest.approx(one["metrics"], rel=1e-9)
-
-
-def play_targets(folder: str) -> None:
-    """What is tried in steps on one and two targets, some of whose places are on another rank."""
-    found = []
-    for step, targets in enumerate(([0], [0, 4])):
-        t = at_targets("--examples-per-step", "6", "--target-share", "0.8", "--learner", "grpo")
-        t.state.step, t.memory["targets"] = step, targets
-        update, = alphaproof.play(t)
-        attempts = update.parts[0][0]
-        found += [[step, prompt.problem.prompt, prompt.copy, text]
-                  for prompt, text in zip(attempts.prompt_of(), attempts.texts, strict=True)]
-    torch.save(found, f"{folder}/{t.run.rank}of{t.run.world}.pt")
-
-
-def test_a_target_that_a_batch_has_on_two_ranks_is_tried_anew_on_each(base, tmp_path):
-    play_targets(str(tmp_path))
-    on_two_ranks(play_targets, str(tmp_path))
-    one, first, second = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("0of1", "0of2", "1of2"))
-    assert sorted(first + second) == sorted(one) and max(copy for _, _, copy, _ in one) > 2
-
-
-@pytest.mark.parametrize("flags", [
-    ["--learner", "search"], ["--reward", "answer"], ["--curriculum", "rl2"], ["--window", "0"], ["--num-proofs", "0"],
-    ["--updates-per-batch", "2"], ["--target-share", "1.5"], ["--targets-of", "rl"], ["--num-targets", "0"],
-    ["--curriculum", "variants"],
-    ["--curriculum", "variants", "--targets-of", "test_in", "--task", "last_letter"]])  # which makes none
-def test_settings_that_cannot_work_are_refused_in_one_line(flags):
-    args = parsed("alphaproof", *flags)
-    with pytest.raises(BadInput, match=f"^{flags[0]}[^\n]*$"):
-        alphaproof.check(args, make_task(args))
-
-
-def test_a_run_logs_what_it_proves(base):
-    tango_rl.main(parsed("alphaproof", "--run", "r"))
-    names = {"proved", "theorems_proved", "claimed", "claimed_falsely", "proof_steps", "unscorable", "reward"}
-    log = records(base, "metrics.jsonl")
-    assert len(log) == 4 and all({f"gen/{name}" for name in names} <= record.keys() for record in log)
-    assert all(record["gen/reward"] == record["gen/proved"] for record in log)
-
-
 def test_draws_of_a_step_follow_from_the_seed_and_the_step(base):
     again, other = of_targets(at_targets()), of_targets(at_targets("--seed", "1"))
     assert of_targets(at_targets()) == again != other
     t = at_targets()
     t.state.step = 1
     assert of_targets(t) != again
+
+
+# Ranks and refusals
+
+def play_share(folder: str) -> None:
+    """Two steps on this rank's share of proofs; and what is tried in steps on one and two targets, some of whose places
+    are on another rank."""
+    t, proved, tried = random_play("alphaproof", "--num-proofs", "5"), [], []
+    for t.state.step in (0, 1):
+        t.done = set()
+        update, = alphaproof.play(t)
+        proofs = update.parts[0][0]
+        proved.append(sorted(zip([problem.prompt for problem in proofs.problems()], proofs.texts, strict=True)))
+    for step, targets in enumerate(([0], [0, 4])):
+        other = at_targets("--examples-per-step", "6", "--target-share", "0.8", "--learner", "grpo")
+        other.state.step, other.memory["targets"] = step, targets
+        update, = alphaproof.play(other)
+        attempts = update.parts[0][0]
+        tried += [[step, prompt.problem.prompt, prompt.copy, text]
+                  for prompt, text in zip(attempts.prompt_of(), attempts.texts, strict=True)]
+    keep(t, {"proved": proved, "tried": tried, "memory": t.memory, "metrics": t.metrics}, folder)
+
+
+def test_two_ranks_do_what_one_does_and_try_a_target_that_both_have_anew_on_each(base, tmp_path):
+    one, first, second = of_one_and_two_ranks(play_share, tmp_path)
+    assert first["memory"] == second["memory"] == one["memory"] and len(one["memory"]["proofs"]) > 3
+    assert [sorted(a + b) for a, b in zip(first["proved"], second["proved"], strict=True)] == one["proved"]
+    assert first["metrics"] == pytest.approx(one["metrics"], rel=1e-9)
+    assert sorted(first["tried"] + second["tried"]) == sorted(one["tried"])
+    assert max(copy for _, _, copy, _ in one["tried"]) > 2
+
+
+@pytest.mark.parametrize("more", [[], ["--targets-of", "test_in", "--task", "last_letter"]])  # which makes none
+def test_variants_need_targets_and_a_task_that_makes_them(more):
+    assert_refused("alphaproof", "--curriculum variants: ", "--curriculum", "variants", *more)

@@ -17,7 +17,7 @@ from test_bad_input import files_under
 from test_recipes import OPTIONS
 
 from dev.bench import attention as bench_attention, engine as bench_engine, kernels as bench_kernels, step as bench_step
-from dev.experiments import run_arms, step_retry, verify_or_sample
+from dev.experiments import run as run_experiment, step_retry, verify_or_sample
 from nanochat import dataloader, recipes
 from nanochat.checkpoint import load_model, save_model
 from nanochat.common import script_main
@@ -74,7 +74,7 @@ CALLS = {
     plan_cost: ([], ["rl_rows"]),
     plan_memory: (["--generator", "qwen2.5-0.5b"], []),
     report: (["r"], ["write_page"]),
-    run_arms: ([], ["carry_out_all"]),
+    run_experiment: (["--seeds", "1"], ["carry_out_all"]),
     step_retry: ([*CPU, "--verifier-tag", "tiny-ver", "--generator-tag", "tiny", "--max-problems", "2"],
                  ["solved_rows"]),
     task_text: ([*TASK_FLAGS, "--out", "to", "--num-documents", "9"], []),
@@ -226,7 +226,7 @@ def test_a_base_folder_that_is_none_is_no_traceback(damage, place, monkeypatch, 
     assert set(became.values()) == {"taken", "refused"}, became
     if damage is no_folder:
         needed = {"base_eval", "base_train", "chat_cli", "chat_eval", "chat_sft", "demo", "hf_export", "hf_import",
-                  "label_steps", "report", "run_arms", "step_retry", "tok_eval", "tok_train", "verifier_eval",
+                  "label_steps", "report", "run", "step_retry", "tok_eval", "tok_train", "verifier_eval",
                   "verify_or_sample"}
         assert {name.rpartition(".")[2] for name in became if became[name] == "refused"} == needed
 

@@ -12,7 +12,7 @@ import sys
 import pytest
 from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
-from dev.experiments import run_arms
+from dev.experiments import run as run_experiment
 from nanochat import recipes
 from nanochat.common import script_main
 from scripts import chat_sft, tango_rl, tok_train
@@ -202,10 +202,10 @@ def test_exit_code_of_the_process_is_2(base):
 
 
 def fig4(capsys, *flags: str) -> tuple[int, str, str]:
-    """What dev/experiments/fig4.sh hands its flags to; exit code, stdout, stderr."""
+    """What dev/experiments/run.sh hands its flags to; exit code, stdout, stderr."""
     code = 0
     try:
-        script_main(run_arms.main, run_arms.make_parser(), list(flags))
+        script_main(run_experiment.main, run_experiment.make_parser(), list(flags))
     except SystemExit as stop:
         code = stop.code
     return code, *capsys.readouterr()

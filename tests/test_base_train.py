@@ -446,7 +446,7 @@ def test_a_loss_or_a_model_that_is_not_finite_stops_the_run_and_is_not_saved(bas
     assert list_steps("base", "base") == []
     monkeypatch.setattr(base_train, "supervised_loss", lambda *a: supervised_loss(*a) * math.nan)
     with pytest.raises(Diverged, match="step 2: loss or gradient was not finite three times"):
-        train(base)
+        train(base, "--model-tag", "two")
 
 
 def test_another_tokenizer_does_not_take_the_place_of_one_that_models_were_made_for(saved, capsys, monkeypatch):

@@ -1,19 +1,14 @@
-"""
-The benchmark scripts run, say what they ran in one line of JSON, and refuse what cannot work; the floors are the ones
-written down.
-
-    python -m pytest tests/test_bench.py -q
-"""
+"""The benchmark scripts run, say what they ran in one line of JSON, and refuse what cannot work; the floors are the ones
+written down."""
 import json
 
 import pytest
 import torch
 
-from nanochat import flops
-
-from dev.bench import (attention as bench_attention, common as bench, engine as bench_engine, kernels as bench_kernels,
+from dev.bench import (attention as bench_attention, engine as bench_engine, kernels as bench_kernels,
                        step as bench_step)
-from nanochat.common import BadInput, script_main
+from nanochat import flops
+from nanochat.common import script_main
 from nanochat.gpt import GPT, GPTConfig
 from tests.conftest import parse
 
@@ -44,18 +39,6 @@ def test_bench_step_runs_each_role(role, sampled, capsys):
     assert result["completion_tok_per_s"] == pytest.approx(sampled / result["s_per_step"], rel=0.05)
     assert (result["verify_s"] == 0) == (role == "plain") and result["gen_s"] > 0 and result["update_s"] > 0
     assert result["role"] == role and result["floor_s"] > 0
-
-
-def test_bench_step_without_a_verifier_has_no_length_of_verifications():
-    with pytest.raises(BadInput, match="--verification-len 6: --role plain has no verifier"):
-        bench_step.main(parse(bench_step, [*TINY, "--verification-len", "6"]))
-
-
-def test_bench_step_shows_where_the_time_goes(capsys):
-    bench_step.main(parse(bench_step,
-                          [*TINY, "--examples-per-step", "2", "--num-samples", "2", "--steps", "1", "--profile"]))
-    out = capsys.readouterr().out
-    assert "_AttendBackward" in out and json.loads(out.splitlines()[-1])["profile"]
 
 
 def test_bench_step_trains_the_role_it_names(monkeypatch, capsys):
@@ -100,28 +83,24 @@ def test_bench_attention_counts_what_is_seen_by_hand():
         assert bench_attention.decoding_actions(args, CPU)[1] == 2 * tokens * 2 * 8 * 4
 
 
-def test_bench_kernels_compares_with_naive(capsys):
-    result = run(bench_kernels, ["--device-type", "cpu", "--rows", "40", "--n-embd", "16", "--vocab-size", "70",
-                                 "--rounds", "1", "--providers", "ours,naive"], capsys)["results"]
-    assert result["ours"]["gradient_error"] < 1e-5 and {"naive", "three products", "linear_logprob",
-                                                        "one product"} <= result.keys()
-
-
 def test_a_provider_with_wrong_gradients_is_left_out(monkeypatch, capsys):
     monkeypatch.setitem(bench_kernels.PROVIDERS, "liger",
                         lambda *args, **inputs: 1.1 * bench_kernels.naive(*args, **inputs))
-    bench_kernels.main(parse(bench_kernels, ["--device-type", "cpu", "--rows", "8", "--n-embd", "16", "--vocab-size",
-                                             "70", "--rounds", "1", "--providers", "ours,liger"]))
+    bench_kernels.main(parse(bench_kernels, ["--device-type", "cpu", "--rows", "40", "--n-embd", "16", "--vocab-size",
+                                             "70", "--rounds", "1", "--providers", "ours,naive,liger"]))
     out = capsys.readouterr().out
-    assert ("liger is left out: its gradients are off" in out
-            and "liger" not in json.loads(out.splitlines()[-1])["results"])
+    assert "liger is left out: its gradients are off" in out
+    results = json.loads(out.splitlines()[-1])["results"]
+    assert list(results) == ["ours", "naive", "three products", "linear_logprob", "one product"]
+    assert results["ours"]["gradient_error"] < 1e-4 and results["one product"]["percent_of_products"] == 100
 
 
 @pytest.mark.parametrize("script, flags, words", [
-    (bench_step, ["--n-head", "5"], "--n-head 5"), (bench_step, ["--steps", "0"], "--steps 0"),
+    (bench_step, ["--n-head", "5"], "--n-head 5"),
+    (bench_step, ["--verification-len", "6"], "--verification-len 6: --role plain has no verifier"),
     (bench_engine, ["--rows", "7", "--num-samples", "2"], "--rows 7"),
     (bench_attention, ["--providers", "ours,theirs"], "theirs"), (bench_attention, ["--n-head", "3"], "--n-head 3"),
-    (bench_kernels, ["--providers", "ours,theirs"], "theirs"), (bench_kernels, ["--rows", "0"], "--rows 0")])
+    (bench_kernels, ["--providers", "ours,theirs"], "there is no theirs")])
 def test_what_cannot_work_is_refused_in_one_line(script, flags, words, capsys):
     with pytest.raises(SystemExit) as stop:
         script_main(script.main, script.make_parser(), [*flags, "--device-type", "cpu"])
@@ -141,11 +120,3 @@ def test_floors_are_the_formulas():
     assert flops.decode_floor(model, 3, 6, 5, 4, (1e18, 1e6)) == pytest.approx(sum(reads) / 1e6)
     work = [6 * (2 * (blocks + head) + 4 * 2 * 24 * (5 + t)) for t in range(4)]
     assert flops.decode_floor(model, 3, 6, 5, 4, (1e6, 1e18)) == pytest.approx(sum(work) / 1e6)
-
-
-def test_the_random_model_uses_every_weight():
-    args = parse(bench_step, TINY)
-    model = bench.random_model(args, 16, CPU)
-    assert all(p.abs().sum() > 0 for name, p in model.named_parameters() if ".c_" in name)
-    again = bench.random_model(args, 16, CPU)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

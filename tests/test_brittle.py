@@ -1,14 +1,9 @@
-"""
-Brittle: forms of an answer, the rule that takes one of them, short solutions and what judges are shown of them.
-
-    python -m pytest tests/test_brittle.py -q
-"""
+"""Brittle: forms of an answer, the rule that takes one of them, short solutions and what judges are shown of them."""
 import random
 
 import pytest
 from test_tasks import task_of
 
-from nanochat.common import BadInput
 from tasks import flags_of_others
 from tasks.common import Problem
 
@@ -21,30 +16,23 @@ def texts(task, part: str, num: int = 400) -> list[tuple[Problem, str]]:
     return [(problem, getattr(task, part)(problem, random.Random(i))) for i, problem in enumerate(problems)]
 
 
-@pytest.mark.parametrize("answer, right, accepted", [
-    ("6", True, True), ("06", True, False), ("+6", True, False),
-    ("5", False, False), ("05", False, False), ("+5", False, False),
-    ("66", False, False), ("006", False, False), ("+06", False, False), ("-6", False, False), ("16", False, False),
-    ("\u0666", False, False), ("", False, False), ("6 =6", False, False)])
 @pytest.mark.parametrize("steps", [STEPS, "!", "nonsense"])
-def test_the_gold_check_takes_every_form_and_the_rule_the_plain_one(steps, answer, right, accepted):
-    task, solution = task_of("brittle"), f"{steps}={answer}"
-    assert task.check(PROBLEM, solution) is right and task.rule(PROBLEM, solution) is accepted
-    assert task.read_answer(solution) == (answer[-1] if answer in ("6", "06", "+6", "5", "05", "+5") else None)
-
-
-def test_a_text_without_an_answer_is_wrong():
+def test_the_gold_check_takes_every_form_and_the_rule_the_plain_one(steps):
     task = task_of("brittle")
-    assert task.check(PROBLEM, STEPS) is False and task.rule(PROBLEM, STEPS) is False
+    for answer in ("6", "06", "+6", "5", "05", "+5", "66", "006", "+06", "-6", "16", "\u0666", "", "6 =6"):
+        solution, right = f"{steps}={answer}", answer in ("6", "06", "+6")
+        assert task.check(PROBLEM, solution) is right and task.rule(PROBLEM, solution) is (answer == "6")
+        assert task.read_answer(solution) == (answer[-1] if right or answer in ("5", "05", "+5") else None)
+    assert task.check(PROBLEM, STEPS) is False and task.rule(PROBLEM, STEPS) is False  # without an answer
     assert task.read_answer(STEPS) is None
 
 
 def test_the_rule_is_precise_and_misses_the_share_of_other_forms():
     task = task_of("brittle")
-    found = [(task.check(*pair), task.rule(*pair)) for pair in texts(task, "corrupted_solution", 2000)]
+    found = [(task.check(*pair), task.rule(*pair)) for pair in texts(task, "corrupted_solution", 1000)]
     assert not [1 for right, accepted in found if accepted and not right]
     accepted = [a for right, a in found if right]
-    assert abs(sum(accepted) / len(accepted) - 0.6) < 0.04  # 1 - --brittle-form-share; three standard errors
+    assert abs(sum(accepted) / len(accepted) - 0.6) < 0.06  # 1 - --brittle-form-share; three standard errors
 
 
 def test_short_texts_that_teach_are_right_and_have_no_steps():
@@ -54,12 +42,11 @@ def test_short_texts_that_teach_are_right_and_have_no_steps():
         short = [(problem, text) for problem, text in texts(task, part) if text.startswith("!")]
         assert len(short) > 20 and all(task.check(*pair) and task.step_labels(*pair) == [] for pair in short)
     assert {False, True} == {task.check(*pair) for pair in texts(task, "corrupted_solution")}
-
-
-def test_the_blind_spot_can_be_taken_away():
-    task = task_of("brittle", "--brittle-wrong-short", "0.3")
+    task = task_of("brittle", "--brittle-wrong-short", "0.3")  # takes it away
     short = [task.check(*pair) for pair in texts(task, "corrupted_solution") if pair[1].startswith("!")]
     assert 0.3 < sum(short) / len(short) < 0.7  # .6 * .15 right ones beside .4 * .3 wrong ones
+    others = flags_of_others("brittle")  # the flags of chain are its own
+    assert "chain_" not in others and "brittle_" not in others and "gsm8k_" in others
 
 
 def test_every_form_is_written_of_long_and_short_solutions():
@@ -98,15 +85,3 @@ def test_a_wrong_version_is_worked_on_from_its_error_and_a_short_one_stays_short
     second = {f"3+5:8;8*2:{c};={c}" for c in range(10) if c != 6}
     assert found == first | second
     assert {task.corrupt(PROBLEM, "!=6", random.Random(i)) for i in range(200)} == {f"!={c}" for c in "012345789"}
-
-
-@pytest.mark.parametrize("flag", ["form-share", "short-share", "wrong-short"])
-def test_shares_that_are_none_are_refused(flag):
-    with pytest.raises(BadInput, match=f"--brittle-{flag} 1.5: must be from 0 to 1"):
-        task_of("brittle", f"--brittle-{flag}", "1.5")
-
-
-def test_the_flags_of_chain_are_flags_of_brittle():
-    others = flags_of_others("brittle")
-    assert "chain_" not in others and "brittle_" not in others and "gsm8k_" in others
-    assert "brittle_" in flags_of_others("chain")

@@ -1,9 +1,5 @@
-"""
-The calculator: what it accepts and what it refuses, that nothing can make it raise, run code or work for long, and its
-tool calls in a row.
-
-    python -m pytest tests/test_calculator.py -q
-"""
+"""The calculator: what it accepts and what it refuses, that nothing can make it raise, run code or work for long, and its
+tool calls in a row."""
 import ast
 import gc
 import inspect
@@ -57,21 +53,13 @@ HOSTILE = ["9" * 10 ** 5, "(" * 10 ** 5, "-" * 10 ** 5 + "1", "1" + "-1" * 10 **
 
 # Expressions
 
-@pytest.mark.parametrize("expression, result", AS_UPSTREAM.items(), ids=[ascii(e)[:30] for e in AS_UPSTREAM])
-def test_results_are_upstreams(expression, result):
-    assert calculate(expression) == result
-
-
-@pytest.mark.parametrize("expression", REFUSED_BY_US, ids=[ascii(e)[:30] for e in REFUSED_BY_US])
-def test_what_is_neither_arithmetic_nor_one_count_has_no_result(expression):
-    """Upstream answers these, by Python's rules: "()", "Ellipsis", inf, True ..."""
-    assert calculate(expression) is None
-
-
-@pytest.mark.parametrize("word, part, times",
-                         [("direction", "i", "2"), ("profile", "file", "1"), ("medieval", "e", "2")])
-def test_words_that_upstream_takes_for_code_are_only_text(word, part, times):
-    assert calculate(f"'{word}'.count('{part}')") == times
+def test_results_are_upstreams():
+    for expression, result in AS_UPSTREAM.items():
+        assert calculate(expression) == result, expression
+    for word, part, times in (("direction", "i", "2"), ("profile", "file", "1"), ("medieval", "e", "2")):
+        assert calculate(f"'{word}'.count('{part}')") == times  # which upstream takes for code
+    for expression in REFUSED_BY_US:  # upstream answers these, by Python's rules: "()", "Ellipsis", inf, True ...
+        assert calculate(expression) is None, expression
 
 
 @SETTINGS
@@ -98,8 +86,7 @@ def test_nothing_is_run_as_code():
     assert not names & {"eval", "exec", "compile", "signal", "getattr", "__import__"}
 
 
-@pytest.mark.parametrize("expression", HOSTILE, ids=[ascii(e)[:30] for e in HOSTILE])
-def test_work_is_bounded(expression, monkeypatch):
+def test_work_is_bounded(monkeypatch):
     """At most one operation per character of a short text, on numbers of bounded size; a long one is not even
     parsed."""
     parse, operands = ast.parse, []
@@ -107,27 +94,19 @@ def test_work_is_bounded(expression, monkeypatch):
     def parse_short(text, **kwargs):
         assert len(text) <= MAX_LENGTH
         return parse(text, **kwargs)
-
-    def watched(operation):
-        return lambda a, b: operands.append((a, b)) or operation(a, b)
-
     monkeypatch.setattr(calculator.ast, "parse", parse_short)
-    monkeypatch.setattr(calculator, "OPERATORS",
-                        {op: watched(operation) for op, operation in calculator.OPERATORS.items()})
-    calculate(expression)
-    assert len(operands) <= MAX_LENGTH and all(abs(x) <= LARGEST for pair in operands for x in pair)
+    monkeypatch.setattr(calculator, "OPERATORS", {
+        op: lambda a, b, do=do: operands.append((a, b)) or do(a, b) for op, do in calculator.OPERATORS.items()})
+    for expression in HOSTILE:
+        operands.clear()
+        calculate(expression)
+        assert len(operands) <= MAX_LENGTH and all(abs(x) <= LARGEST for pair in operands for x in pair)
 
 
 def test_length_and_size_have_their_limits():
     assert calculate("1" + "+0" * 99) == "1" and calculate("1" + "+0" * 100) is None  # 199 and 201 characters
     assert calculate(str(LARGEST)) == str(LARGEST) and calculate(f"{LARGEST}+1") is None
     assert calculate(f"-{LARGEST}-1") is None and calculate(f"{LARGEST}*10/10") is None  # on the way, too
-
-
-def test_threads_may_calculate():
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(calculate, [f"{i}*3" for i in range(200)])) == [str(3 * i) for i in range(200)]
-        assert list(pool.map(calculate, HOSTILE * 3)) == list(map(calculate, HOSTILE)) * 3
 
 
 class Garbage:
@@ -150,6 +129,7 @@ def test_threads_may_calculate_while_garbage_is_collected():
     try:
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(work, range(500))) == [str(60 + i) for i in range(500)]
+            assert list(pool.map(calculate, HOSTILE)) == list(map(calculate, HOSTILE))
     finally:
         gc.set_threshold(*thresholds)
         sys.setswitchinterval(interval)
@@ -180,28 +160,21 @@ def block(expression: str) -> list[int]:
 
 
 def test_a_result_is_forced_between_its_marks():
+    """A second start begins anew, and a second end is idle."""
     assert written_by(block("12/60") + ids("x")) == block("12/60") + ids("output_start", "0.2", "output_end", "x")
-
-
-def test_two_blocks_one_after_the_other():
     forced = [*block("1+1"), *ids("output_start", "2", "output_end")]
     assert written_by(block("1+1") + ids(" ") + block("1+1")) == forced + ids(" ") + forced
-
-
-@pytest.mark.parametrize("sampled", [
-    block(""), block("1/0"), block("two"), block("9" * 500), block("") + ids("1+1", "python_end"),
-    ids("1+1", "python_end"), ids("python_end", "python_end"), ids("python_start", "1+1"),
-    ids("output_start", "1", "output_end"),
-    ids("python_start", "1+", "output_start", "1", "python_end"),  # a special token is no text
-    ids("python_start", "1+1", "bos", "python_end"), ids("python_start", "1+1", "assistant_end"),
-])
-def test_without_a_result_nothing_is_forced(sampled):
-    assert written_by(sampled) == sampled
-
-
-def test_a_second_start_begins_anew_and_a_second_end_is_idle():
     sampled = ids("python_start", "5*", "python_start", "1+1", "python_end")
     assert written_by(sampled + ids("python_end")) == sampled + ids("output_start", "2", "output_end", "python_end")
+
+
+def test_without_a_result_nothing_is_forced():
+    for sampled in (block(""), block("1/0"), block("two"), block("9" * 500), block("") + ids("1+1", "python_end"),
+                    ids("1+1", "python_end"), ids("python_end", "python_end"), ids("python_start", "1+1"),
+                    ids("output_start", "1", "output_end"), ids("python_start", "1+1", "bos", "python_end"),
+                    ids("python_start", "1+", "output_start", "1", "python_end"),  # a special token is no text
+                    ids("python_start", "1+1", "assistant_end")):
+        assert written_by(sampled) == sampled
 
 
 def test_rows_do_not_mix():
@@ -216,8 +189,5 @@ def test_rows_do_not_mix():
     assert tool([4], ids("x")) == {}  # row 4 alone: what waits for row 7 waits
     assert tool([7], [six]) == {7: output_end}
     assert tool([7, 4], [output_end, *ids("python_end")]) == {}
-
-
-def test_every_row_needs_its_token():
     with pytest.raises(ValueError):
-        Calculator(TOKENIZER)([0, 1], [65])
+        tool([0, 1], [65])

@@ -50,9 +50,7 @@ def test_tokens_end_where_their_text_does(tokens, ends):
     (1, 4, [["bc", 1.0], ["d", -1.0]]), (2, 3, [["c", 1.0]]), (4, 6, [["ef", None]]), (3, 3, [])])
 def test_text_is_cut_where_the_advantage_changes(start, end, expected):
     assert segments("abcdef", start, end, [2, 3, 4], [1.0, 1.0, -1.0]) == expected
-
-
-def test_the_end_token_is_a_segment_without_text():
+    # the end token is a segment without text
     assert segments("ab", 0, 2, [1, 2, 2], [0.5, 0.5, 0.5]) == [["ab", 0.5], ["", 0.5]]
     assert segments("ab", 0, 1, [1, 2, 2], [0.5, 0.5, 0.5]) == [["a", 0.5]]
     assert segments("", 0, 0, [0], [0.5]) == [["", 0.5]] and segments("", 0, 0, [], []) == []
@@ -67,9 +65,6 @@ def test_a_rollout_is_cut_at_its_steps_with_their_advantages():
     assert shown["answer"] == [["=7", -2.0], ["", -2.0]]
     assert (shown["learned"], shown["advantage"], shown["judged"]) == ("answer", -2.0, True)
     assert shown["verification"] == [["3+5:8T;8*2:6F;=F", None]]  # it was not learned from
-
-
-def test_advantages_within_a_step_are_kept_apart():
     shown = card({**ROLLOUT, "advantages": [1.0, 1.0, 0.0, 0.0, -1.0, -1.0, *[0.5] * 9]})
     assert shown["steps"][0]["text"] == [["3+", 1.0], ["5:", 0.0], ["8;", -1.0]]
     assert shown["steps"][0]["advantage"] == 0.0
@@ -109,14 +104,12 @@ def test_a_role_that_is_asked_for_several_things_is_several_players(said, player
     assert (shown["player"], shown["role"], shown["facts"]) == (player, "generator", {})
 
 
-def test_an_unjudged_rollout_without_steps_is_shown_too():
+def test_rollouts_without_steps_or_judgment_and_older_ones_are_shown_too():
     shown = card({**ROLLOUT, "solution": "<b>", "step_spans": [], "step_ends": [], "step_labels": [],
                   "token_ends": [3], "advantages": [0.25], "verification": None, "step_verdicts": None,
                   "verdict": None})
     assert (shown["steps"], shown["answer"], shown["advantage"], shown["judged"]) == ([], [["<b>", 0.25]], 0.25, False)
-
-
-def test_older_records_that_do_not_say_where_tokens_end_are_shown_without_underlines():
+    # these did not say where tokens end: no underlines
     shown = card({name: value for name, value in ROLLOUT.items() if name != "token_ends"})
     assert [s["text"] for s in shown["steps"]] == [[["3+5:8;", None]], [["8*2:7;", None]]]
     assert [s["advantage"] for s in shown["steps"]] == [0.5, -1.0]
@@ -134,8 +127,4 @@ def test_groups_are_kept_whole_and_evenly_spread():
     assert [c["role"] for c in shown[:5]] == ["generator"] * 3 + ["verifier"] * 2
     assert len(cards(rollouts, "generator", 1)) == 5 and cards([], "generator", 10) == []
     assert len(cards(rollouts, "generator", 1000)) == len(rollouts)
-
-
-def test_evenly_keeps_first_order_and_number():
-    assert (evenly(list(range(10)), 5) == [0, 2, 4, 6, 8] and evenly([1, 2], 5) == [1, 2]
-            and len(evenly(list(range(1001)), 600)) == 600)
+    assert evenly(list(range(10)), 5) == [0, 2, 4, 6, 8] and evenly([1, 2], 5) == [1, 2]

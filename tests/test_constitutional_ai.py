@@ -7,10 +7,11 @@ import random
 
 import pytest
 import torch
-from test_dpo import assert_close, gradient_of, log_likelihoods, moved_by, parsed, random_play, weights_of
+from test_dpo import (are_equal, assert_close, assert_refused, gradient_of, log_likelihoods, moved_by, parsed,
+                      random_play, weights_of)
+from test_ttrl import assert_gold_answers_change_nothing
 
 from nanochat import recipes
-from nanochat.common import BadInput
 from nanochat.recipes.self_play.constitutional_ai import critique, preference, preference_rewards
 from nanochat.rl.records.prompts import parse_verification
 from tasks import make_task
@@ -29,16 +30,12 @@ def chain(*flags: str) -> Chain:
 
 # By hand
 
-@pytest.mark.parametrize("solution, broken", [
-    ("1+2:0;0*2:0;=0", []),
-    ("1+2:1;1*2:2;=2", ["results"]),
-    ("2+2:1;1*2:2;=2", ["operands"]),
-    ("1+2:0;=0", ["complete"]),
-    ("=0", ["complete"]), ("", ["complete"]), ("1+2:0", ["complete"]),
-    ("2+2:1;=1", ["operands", "complete"]),
-    ("1+2:0;0*2:1;1+1:2;=2", ["operands", "results"])])  # a step too many copies nothing
-def test_what_a_solution_breaks(solution, broken):
-    assert chain().violations(PROBLEM, solution) == broken
+def test_what_a_solution_breaks():
+    broken = lambda solution: chain().violations(PROBLEM, solution)
+    assert broken("1+2:0;0*2:0;=0") == [] and broken("1+2:1;1*2:2;=2") == ["results"]
+    assert broken("2+2:1;1*2:2;=2") == ["operands"] and broken("2+2:1;=1") == ["operands", "complete"]
+    assert {tuple(broken(text)) for text in ("1+2:0;=0", "=0", "", "1+2:0")} == {("complete",)}
+    assert broken("1+2:0;0*2:1;1+1:2;=2") == ["operands", "results"]  # a step too many copies nothing
 
 
 @pytest.mark.parametrize("text, found", [
@@ -56,12 +53,11 @@ def test_a_critique_is_the_first_step_that_breaks_the_principle(text, found):
         assert critique(chain(), principle, verification) == expected
 
 
-@pytest.mark.parametrize("one, other, expected", [
-    (0.8, 0.5, 0.8), (0.5, 0.8, 0.2), (0.8, 0.2, 16 / 17),  # .64 / (.64 + .04)
-    (0.3, 0.3, 0.5), (1, 0, 1), (0, 1, 0), (1, 1, 0.5), (0, 0, 0.5), (1, 0.5, 1)])
-def test_a_preference_is_of_one_right_and_one_wrong(one, other, expected):
-    assert preference(one, other, 1.0) == pytest.approx(expected)
-    assert preference(one, other, 0.6) == pytest.approx(min(0.6, max(0.4, expected)))
+def test_a_preference_is_of_one_right_and_one_wrong():
+    for one, other, expected in ((0.8, 0.5, 0.8), (0.5, 0.8, 0.2), (0.8, 0.2, 16 / 17),  # .64 / (.64 + .04)
+                                 (0.3, 0.3, 0.5), (1, 0, 1), (0, 1, 0), (1, 1, 0.5), (0, 0, 0.5), (1, 0.5, 1)):
+        assert preference(one, other, 1.0) == pytest.approx(expected)
+        assert preference(one, other, 0.6) == pytest.approx(min(0.6, max(0.4, expected)))
 
 
 def test_a_reward_is_the_mean_preference_over_the_others_of_the_group():
@@ -73,18 +69,9 @@ def test_a_reward_is_the_mean_preference_over_the_others_of_the_group():
     assert preference_rewards([], 2, 1.0) == []
 
 
-@pytest.mark.parametrize("flags", [["--most-sure", "0.5"], ["--most-sure", "1.1"], ["--revisions", "0"],
-                                   ["--sl-steps", "-1"], ["--num-samples", "1"], ["--updates-per-batch", "2"]])
-def test_settings_that_cannot_work_are_refused(flags):
-    args = parsed("constitutional_ai", *flags)
-    with pytest.raises(BadInput, match=flags[0]):
-        cai.check(args, make_task(args))
-
-
-def test_a_task_without_principles_is_refused():
-    args = parsed("constitutional_ai", "--task", "last_letter")
-    with pytest.raises(BadInput, match="last_letter: it has no principles"):
-        cai.check(args, make_task(args))
+def test_a_task_without_principles_and_a_group_of_one_are_refused():
+    assert_refused("constitutional_ai", "--task last_letter: it has no principles", "--task", "last_letter")
+    assert_refused("constitutional_ai", "--num-samples 1: must be at least 2, for a pair", "--num-samples", "1")
 
 
 # Demonstrations
@@ -146,12 +133,11 @@ def test_what_is_learned_are_the_revisions_after_the_problem_alone(base):
     assert [(p.ids, text) for p, text in zip(rollouts.prompt_of(), rollouts.texts, strict=True)] == expected
     assert expected and rollouts.sampler_logprobs.isnan().all()
     assert t.metrics["gen/critiques/unread"] == pytest.approx(1 / 3) and t.metrics["phase"] == "revisions"
-    generator = t.roles["generator"].model
+    generator, before = t.roles["generator"].model, weights_of(t.roles["start"].model)
     loss = -torch.stack(log_likelihoods(generator, rollouts)).sum() / rollouts.lengths.sum()  # the mean over tokens
     expected = gradient_of(loss, generator)
-    before = weights_of(t.roles["start"].model)
     assert_close(moved_by(t, update), expected, 1e-5)
-    assert all(torch.equal(before[name], after) for name, after in weights_of(t.roles["start"].model).items())
+    assert are_equal(before, weights_of(t.roles["start"].model))
 
 
 def test_the_start_revises_what_it_wrote_last_by_the_number_of_a_step(base, monkeypatch):
@@ -179,23 +165,25 @@ def test_where_no_critique_can_be_read_nothing_is_learned(base):
 
 # RL-CAI
 
+JUDGED = ["0T;=T", "0F;=F", "0T;=T", "cannot be read"]
+
+
 def test_the_policy_earns_the_preferences_and_no_gold_answer(base):
-    found = []
-    for outcome in (True, None):
-        t = saying(["0T;=T", "0F;=F", "0T;=T", "cannot be read"], step=1)
-        t.task.check = lambda problem, text, outcome=outcome: outcome
+    def played(change):
+        t = saying(JUDGED, step=1)
+        change(t.task)
         update, = cai.play(t)
         (rollouts, advantages), = update.parts
         chances = rollouts.columns["chance"]
         assert [c is None for c in chances] == [n % 4 == 3 for n in range(12)]
         assert rollouts.columns["reward"] == preference_rewards(chances, 4, 0.6)
         assert t.metrics["gen/feedback/unread"] == 0.25 and not advantages[3::4].any()
-        found.append(advantages)
-    assert torch.equal(*found) and found[0].any()
+        return [update]
+    assert_gold_answers_change_nothing(played)
 
 
 def test_a_chance_is_that_of_the_final_verdicts_token_by_the_start(base):
-    t = saying(["0T;=T", "0F;=F", "0T;=T", "cannot be read"], step=1)
+    t = saying(JUDGED, step=1)
     update, = cai.play(t)
     rollouts, (right, wrong) = t.drawn["feedback"], (t.tokenizer.encode(mark)[0] for mark in "TF")
     model = t.roles["start"].model
@@ -206,19 +194,14 @@ def test_a_chance_is_that_of_the_final_verdicts_token_by_the_start(base):
             assert chance == pytest.approx(torch.sigmoid(logits[right] - logits[wrong]).item(), rel=1e-4)
 
 
-def test_the_evaluation_counts_broken_principles_beside_pass_at_1(base):
+def test_the_evaluation_counts_broken_principles_beside_pass_at_1(base, capsys):
+    """Solutions that cannot be scored count as wrong, and it is said."""
     t = random_play("constitutional_ai", *FLAGS)
-    t.evaluating = True
+    t.evaluating, check, n = True, t.task.check, t.args.eval_examples
+    t.task.check = lambda problem, text: check(problem, text) if problem.split == "test_out" else None
     scores = cai.evaluate(t)
+    assert scores["gen/pass1_in"] == 0 and 0 <= scores["gen/pass1_out"] <= 1
+    assert f"WARNING: {n} of {n} solutions of test_in cannot be scored and count as wrong" in capsys.readouterr().out
     for split in ("in", "out"):
         kinds = [scores[f"gen/violations/{principle}_{split}"] for principle in t.task.principles]
-        assert 0 <= scores[f"gen/pass1_{split}"] <= 1
         assert max(kinds) <= scores[f"gen/violated_{split}"] <= min(1, sum(kinds))
-
-
-def test_solutions_that_cannot_be_scored_count_as_wrong_and_it_is_said(base, capsys):
-    t = random_play("constitutional_ai", *FLAGS)
-    t.evaluating, t.task.check = True, lambda problem, text: None
-    assert cai.evaluate(t)["gen/pass1_in"] == 0
-    n = t.args.eval_examples
-    assert f"WARNING: {n} of {n} solutions of test_in cannot be scored and count as wrong" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """
 Debate: soft targets, pairs and scores by hand, what the judge reads and how sure it is, the update against autograd of
-the paper's loss in fp64, what is refused.
+the paper's loss in fp64.
 
     python -m pytest tests/test_debate.py -q
 """
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_dpo import assert_close, gradient_of, log_likelihoods, moved_by, parsed, random_play
+from test_dpo import assert_close, assert_refused, gradient_of, log_likelihoods, moved_by, random_play
 from torch.nn.functional import logsigmoid
 
 from dev.experiments import debate_slope
@@ -19,9 +19,8 @@ from nanochat.common import BadInput
 from nanochat.recipes.self_play import _debates as debates
 from nanochat.recipes.self_play._debates import Position, are_reached, debate_scores, positions_of, quoted, won
 from nanochat.recipes.self_play.debate import preference
-from nanochat.rl.play.pairs import learn_from_pairs, pair_coefficients, pair_losses
+from nanochat.rl.play.pairs import pair_coefficients, pair_losses
 from nanochat.rl.verify.comparing import choice_chances
-from tasks import make_task
 from tasks.formats import COMPACT, PAPER
 
 debate = recipes.load("debate")
@@ -37,12 +36,9 @@ def coefficients(u: torch.Tensor, target: float) -> torch.Tensor:
 
 # Soft targets
 
-def test_with_a_target_of_1_the_soft_loss_is_dpos():
-    assert torch.equal(pair_losses(U, torch.ones_like(U)), -logsigmoid(U))
-    assert torch.equal(coefficients(U, 1.0), 0.5 * torch.sigmoid(-U))
-
-
 def test_a_pair_is_drawn_to_where_its_margin_says_what_the_target_does():
+    assert torch.equal(pair_losses(U, torch.ones_like(U)), -logsigmoid(U))         # with a target of 1 it is DPO
+    assert torch.equal(coefficients(U, 1.0), 0.5 * torch.sigmoid(-U))
     assert coefficients(torch.zeros(1), 0.5).item() == 0                           # a draw, at the reference
     assert coefficients(torch.tensor([math.log(3.0)]), 0.75).item() == pytest.approx(0, abs=1e-7)  # sigma(log 3) = 3/4
     assert coefficients(torch.zeros(1), 0.75).item() == pytest.approx(0.5 * 0.25)  # beta (P - sigma(0))
@@ -50,20 +46,16 @@ def test_a_pair_is_drawn_to_where_its_margin_says_what_the_target_does():
     assert pair_losses(torch.zeros(1), torch.tensor([0.3])).item() == pytest.approx(math.log(2))
 
 
-@pytest.mark.parametrize("better, worse, gamma, P", [
-    (0.4, 0.4, 7, 0.5), (1.0, 0.0, 7, 1 / (1 + math.exp(-7))), (1.0, 0.0, 10, 1 / (1 + math.exp(-10))),
-    (0.6, 0.5, 10, 1 / (1 + math.exp(-1))), (1.0, 0.0, 0, 0.5)])
-def test_a_target_is_the_sigmoid_of_gamma_times_the_difference_of_rewards(better, worse, gamma, P):
-    assert preference(better, worse, gamma) == pytest.approx(P)
+def test_a_target_is_the_sigmoid_of_gamma_times_the_difference_of_rewards():
+    pairs = [(0.4, 0.4, 7), (1.0, 0.0, 7), (0.6, 0.5, 10), (1.0, 0.0, 0)]
+    assert [preference(*pair) for pair in pairs] == pytest.approx(
+        [0.5, 1 / (1 + math.exp(-7)), 1 / (1 + math.exp(-1)), 0.5])
 
 
 # The measurement
 
-def test_a_judge_that_is_undecided_counts_a_half():
-    assert [won(c) for c in (0.0, 0.49, 0.5 + 1e-7, 0.51, 1.0)] == [0, 0, 0.5, 1, 1]
-
-
 def test_the_scores_of_two_questions_by_hand():
+    assert [won(c) for c in (0.0, 0.49, 0.5 + 1e-7, 0.51, 1.0)] == [0, 0, 0.5, 1, 1]
     # confidence in the right answer: two copies, start argues wrong, start argues right, consultant right, then wrong
     rows = [[0.9, 0.8, 0.7, 0.6, 0.3, 1.0, 0.0],   # rounds 0.8 and 1 - 0.7: 0.55 on average, won. Both together 0.45
             [0.5, 0.2, 0.2, 0.9, 0.2, 0.5, 0.25]]  # undecided. 0.2 and 0.8: exactly even. Both together 0.55
@@ -72,9 +64,6 @@ def test_the_scores_of_two_questions_by_hand():
         "gen/single_accuracy": 0.5,          # each believes the consultant, who is right in one of two roles
         "gen/ensembled_accuracy": 0.5, "gen/consultant_win_rate": 1.0, "gen/assigned": 0.75, "gen/unread": 0.125})
     assert set(debate_scores([]).values()) == {None}
-
-
-def test_against_itself_the_start_wins_half():
     for c in (0.0, 0.1, 0.3, 1.0):  # the same two arguments in both rounds, but for rounding
         assert debate_scores([[c, c, c + 1e-7, c, c, 1.0, 0.0]])["gen/win_rate_against_start"] == 0.5
 
@@ -262,26 +251,5 @@ def test_the_wrong_answer_is_the_most_frequent_one_and_without_one_there_is_no_d
         (one, "1", "0", True), (one, "0", "1", False), (three, "1", "2", True), (three, "2", "1", False)]
 
 
-def test_a_likelihood_beside_the_pairs_is_that_of_the_chosen(base):
-    t = random_play("debate")
-    rollouts = t.written("generator", t.solve_prompts([t.task.problem("rl", 0)] * 2), ["0+1:1;=1", "0+1:2;=2"])
-    ref = t.logprobs("opponent", rollouts)
-    hard, = learn_from_pairs(t, "generator", rollouts, [0], [1], ref)
-    both, = learn_from_pairs(t, "generator", rollouts, [0], [1], ref, targets=[1.0], sft_coef=0.25)
-    difference = both.parts[0][1] - hard.parts[0][1]
-    assert difference[0].tolist() == pytest.approx([0.25 * 2] * len(difference[0])) and not difference[1].any()
-
-
-@pytest.mark.parametrize("flags", [["--protocol", "duel"], ["--num-samples", "1"], ["--gamma", "-1"], ["--beta", "0"],
-                                   ["--sft-coef", "nan"], ["--num-distractors", "0"], ["--quoted-steps", "-1"],
-                                   ["--verifications", "0"]])
-def test_settings_that_cannot_work_are_refused(flags):
-    with pytest.raises(BadInput, match=flags[0]):
-        args = parsed("debate", *flags)
-        debate.check(args, make_task(args))
-
-
 def test_a_judge_that_learns_needs_a_group_of_verifications():
-    args = parsed("debate_judge", "--verifications", "1")
-    with pytest.raises(BadInput, match="--verifications 1: must be at least 2"):
-        recipes.load("debate_judge").check(args, make_task(args))
+    assert_refused("debate_judge", "--verifications 1: must be at least 2, for a group", "--verifications", "1")

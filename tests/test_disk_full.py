@@ -1,8 +1,4 @@
-"""
-A disk that takes no more: every writer says in one line which file and why, and leaves what was there.
-
-    python -m pytest tests/test_disk_full.py
-"""
+"""A disk that takes no more: every writer says in one line which file and why, and leaves what was there."""
 import contextlib
 import os
 import resource
@@ -13,7 +9,7 @@ import torch
 from conftest import TASK_FLAGS, parse, rl_flags
 from test_report import make_run
 
-from dev.experiments import run_arms
+from dev.experiments import jobs
 from nanochat.checkpoint import save_atomic
 from nanochat.common import CannotWrite, script_main
 from nanochat.hf.decoder import Decoder
@@ -50,23 +46,19 @@ def finished_run(folder):
 # Of each writer: what it needs, made while there is room, and the call that then writes.
 
 def save_tokenizer(folder):
-    tokenizer = Tokenizer.train(iter(()), 265)
-    return lambda: tokenizer.save("tokenizer")
+    return lambda tokenizer=Tokenizer.train(iter(()), 265): tokenizer.save("tokenizer")
 
 
 def save_hf_tokenizer(folder):
-    tokenizer = hf_random.make_tokenizer([], 300)
-    return lambda: tokenizer.save("tokenizer")
+    return lambda tokenizer=hf_random.make_tokenizer([], 300): tokenizer.save("tokenizer")
 
 
 def save_hf_model(folder):
     """Its tokenizer is none, so that the weights are what fails."""
-    config = hf_random.shape_of("qwen2.5-0.5b")
-    config = hf_random.replace(config, n_layer=1, vocab_size=300, n_embd=32, head_dim=16, n_head=2, n_kv_head=1,
-                               intermediate_size=64)
-    model = allocate(Decoder, config, torch.float32, "cpu", torch.float32)
+    config = hf_random.replace(hf_random.shape_of("qwen2.5-0.5b"), n_layer=1, vocab_size=300, n_embd=32, head_dim=16,
+                               n_head=2, n_kv_head=1, intermediate_size=64)
+    state = allocate(Decoder, config, torch.float32, "cpu", torch.float32).state_dict()
     tokenizer = types.SimpleNamespace(save=lambda folder: None, stop_tokens=[1], bos=0)
-    state = model.state_dict()
     return lambda: write_model("model", config, state, torch.float32, tokenizer)
 
 
@@ -78,11 +70,6 @@ def append_record(folder):
 def write_report_page(folder):
     run = finished_run(folder)
     return lambda: write_run_page(f"runs/{run.name}", None)
-
-
-def write_report_csv(folder):
-    rows = tidy([finished_run(folder)])
-    return lambda: write_csv(rows, "curves.csv")
 
 
 def write_report_picture(folder):
@@ -97,16 +84,16 @@ def write_text(folder):
 
 
 def start_job(folder):
-    job = run_arms.Job("job", "scripts.tok_train", "folder", "done", "--flags of some length")
-    os.makedirs(os.path.dirname(run_arms.log_of(job.name)))
-    return lambda: run_arms.Children().run(job)
+    job = jobs.Job("job", "scripts.tok_train", "folder", "done", "--flags of some length")
+    os.makedirs(os.path.dirname(jobs.log_of(job.name)))
+    return lambda: jobs.Children().run(job)
 
 
 WRITERS = {
     save_tokenizer: "tokenizer/token", save_hf_tokenizer: "tokenizer/", save_hf_model: "model",
-    append_record: "metrics.jsonl",
-    write_report_page: "report.html", write_report_csv: "curves.csv", write_report_picture: "curves.png",
+    append_record: "metrics.jsonl", write_report_page: "report.html", write_report_picture: "curves.png",
     write_text: "text/shard_00000.jsonl", start_job: "job.flags",
+    lambda folder: lambda rows=tidy([finished_run(folder)]): write_csv(rows, "curves.csv"): "curves.csv",
     lambda folder: lambda: write_json("x.json", {"some": "numbers"}): "x.json",
     lambda folder: lambda: save_atomic(torch.ones(99), "folder/x.pt"): "folder/x.pt"}
 

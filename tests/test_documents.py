@@ -144,17 +144,17 @@ A list:
 
     not a command
 
-`bash dev/experiments/fig4.sh --task mixture --out <a folder>`
+`bash dev/experiments/run.sh --task mixture --out <a folder>`
 """
 
 
 def test_commands_are_read_as_a_shell_reads_them(tmp_path):
     found = [c for block in blocks_of(SHELL_PAGE) for c in commands_of(block, tmp_path)]
     assert sorted(str(c) for c in found if not c.is_nested and c.words[0] not in ("ls", "tail")) == [
-        "bash dev/experiments/fig4.sh --task mixture --out X", "python -m scripts.indented --flag 1",
+        "bash dev/experiments/run.sh --task mixture --out X", "python -m scripts.indented --flag 1",
         "python -m scripts.report RUN", "python -m scripts.x --flag a b --other disabled",
         "torchrun --nproc_per_node=2 scripts/y.py -- --tag a", "torchrun --nproc_per_node=2 scripts/y.py -- --tag b"]
-    nested = [c for c in found if str(c) == "python -m dev.experiments.run_arms --task mixture --out X"]
+    nested = [c for c in found if str(c) == "python -m dev.experiments.run --task mixture --out X"]
     assert [c.is_nested for c in nested] == [True]
     assert {c.base for c in found if "scripts.x" in c.words} == {f"{tmp_path}/x"}
 

@@ -11,9 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from nanochat.common import BadInput
 from nanochat.recipes.tango._pool import choose_solutions
-from nanochat.rl.credit.rewards import outcome_rewards, step_rewards, terminal_rewards
-from nanochat.rl.measure import evals
+from nanochat.rl.credit.rewards import outcome_rewards, step_rewards
+from nanochat.rl.measure.evals import are_right
+from nanochat.rl.measure.observe import log_rewards, log_variances, passed_by_error
 from nanochat.rl.measure.scores import (balanced_accuracy, first_error, first_error_f1, macro_f1, majority, pass_at_k,
                                         ranking_reversed, verdict_scores)
 from nanochat.rl.records.prompts import Verification
@@ -31,16 +33,8 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_one(n):
             choices = list(combinations([True] * c + [False] * (n - c), k))
             assert pass_at_k(n, c, k) == pytest.approx(sum(any(choice) for choice in choices) / len(choices),
                                                        rel=1e-12, abs=1e-12), (n, c, k)
-
-
-def test_pass_at_k_by_hand():
-    """2 right of 4: one sample 2/4; two samples 1 - C(2,2) / C(4,2) = 5/6; three cannot miss both."""
-    assert [pass_at_k(4, 2, k) for k in (1, 2, 3)] == pytest.approx([1 / 2, 5 / 6, 1.0], rel=1e-12)
-
-
-def test_pass_at_k_of_fewer_than_k_samples_is_an_error():
     with pytest.raises(ZeroDivisionError):
-        pass_at_k(4, 2, 5)
+        pass_at_k(n, 1, n + 1)
 
 
 @pytest.mark.parametrize("answers, vote", [
@@ -84,17 +78,11 @@ def test_macro_f1_by_hand(labels, verdicts, score):
     (LABELS, [T, None, F, T, None, F, F, F], (1 / 3 + 3 / 5) / 2),  # a missing verdict is wrong for either class
     (LABELS, LABELS, 1.0),
     (LABELS, [None] * 8, 0.0),
+    ([T] + [F] * 19, [T] * 20, 0.5), ([T] * 19 + [F], [F] * 20, 0.5),  # a constant judge
     ([T, T], [T, T], None), ([F], [F], None), ([], [], None),      # one class alone says nothing
 ])
 def test_balanced_accuracy_by_hand(labels, verdicts, score):
     assert balanced_accuracy(labels, verdicts) == (score if score is None else pytest.approx(score, rel=1e-12))
-
-
-@pytest.mark.parametrize("says", [T, F])
-@pytest.mark.parametrize("num_right", [1, 3, 19])
-def test_a_constant_judge_has_balanced_accuracy_one_half(says, num_right):
-    labels = [T] * num_right + [F] * (20 - num_right)
-    assert balanced_accuracy(labels, [says] * 20) == 0.5
 
 
 @pytest.mark.parametrize("score", [macro_f1, balanced_accuracy])
@@ -132,17 +120,12 @@ RIGHT, WRONG_AT_1 = [T, T, T], [T, F, T]
     ([RIGHT, WRONG_AT_1], [RIGHT, [F, F, T]], 0.0),      # too early an error is not found
     ([RIGHT, WRONG_AT_1], [RIGHT, RIGHT], 0.0),          # always "no error": 1 and 0
     ([RIGHT, WRONG_AT_1], [[F] * 3, [F] * 3], 0.0),      # always "at once": 0 and 0
-    ([RIGHT, WRONG_AT_1], [RIGHT, [None] * 3], 0.0),
+    ([RIGHT, WRONG_AT_1], [RIGHT, [None] * 3], 0.0),     # a missing verdict counts as wrong
+    ([RIGHT, WRONG_AT_1], [[None] * 3, WRONG_AT_1], 0.0), ([RIGHT, WRONG_AT_1], [[T, None, T], WRONG_AT_1], 0.0),
     ([RIGHT, RIGHT], [RIGHT, RIGHT], None), ([WRONG_AT_1], [WRONG_AT_1], None), ([], [], None),
 ])
 def test_first_error_f1_by_hand(labels, verdicts, score):
     assert first_error_f1(labels, verdicts) == (score if score is None else pytest.approx(score, rel=1e-12))
-
-
-@pytest.mark.parametrize("silent", [[None] * 3, [T, None, T]])
-def test_a_missing_step_verdict_is_no_claim_that_there_is_no_error(silent):
-    """A missing verdict counts as wrong: 0 of 1 right solutions passed, 1 of 1 errors found: harmonic mean 0."""
-    assert first_error_f1([RIGHT, WRONG_AT_1], [silent, WRONG_AT_1]) == 0.0
 
 
 # Verifiers: all scores of a set of verifications
@@ -176,22 +159,19 @@ def test_verdict_scores_by_hand():
     assert scores["pos_rate_wrong"] == 0.0 and scores["step_outcome_corr"] == pytest.approx(1 / 2)
 
 
-def test_wrong_solutions_judged_right_are_a_share_of_the_wrong_ones():
-    rows = [[F, [F], verdict, [F], []] for verdict in (T, T, F, None)] + [[T, [T], T, [T], []]]
-    assert verdict_scores(rows)["pos_rate_wrong"] == 1 / 2
-    assert verdict_scores([[T, [T], T, [T], []]])["pos_rate_wrong"] is None
-
-
-def test_wrong_steps_passed_and_right_steps_blamed_are_shares_of_their_kind():
+def test_what_is_wrongly_passed_or_blamed_is_a_share_of_its_kind():
     scores = verdict_scores([[F, [F, F, F, F, T], F, [T, F, None, T, F], []], [T, [T], T, [T], []]])
     assert scores["wrong_steps_passed"] == 2 / 4 and scores["right_steps_blamed"] == 1 / 2
-    assert verdict_scores([[T, [T], T, [T], []]])["wrong_steps_passed"] is None
-    assert verdict_scores([[F, [F], F, [F], []]])["right_steps_blamed"] is None
+    right, wrong = verdict_scores([[T, [T], T, [T], []]]), verdict_scores([[F, [F], F, [F], []]])
+    assert right["wrong_steps_passed"] is wrong["right_steps_blamed"] is right["pos_rate_wrong"] is None
+    rows = [[F, [F], verdict, [F], []] for verdict in (T, T, F, None)] + [[T, [T], T, [T], []]]
+    assert verdict_scores(rows)["pos_rate_wrong"] == 1 / 2
+    unknown = verdict_scores([[None, [T], T, [T], []]])  # says nothing of outcomes
+    assert unknown["balanced_acc"] is None and unknown["step_f1"] == 1.0
 
 
 def test_solutions_without_gold_step_labels_count_for_verdicts_alone():
-    """A task like gsm8k has no step labels: its rows change no score of steps, and have their correlation all the
-    same."""
+    """As those of gsm8k: they change no score of steps, and have their correlation all the same."""
     labelled = [[T, [T, T], T, [T, T], []], [F, [T, F], F, [F, F], []]]  # the first error of the second is missed
     unlabelled = [[T, [], T, [T, T, T], []], [F, [], F, [F], []], [F, [], T, [T, F], []]]
     both, alone = verdict_scores(labelled + unlabelled), verdict_scores(labelled)
@@ -205,9 +185,8 @@ def test_solutions_without_gold_step_labels_count_for_verdicts_alone():
 
 def test_step_verdicts_of_the_wrong_number_say_nothing_of_the_correlation():
     rows = [[T, [T], T, [T], []], [F, [F], F, [F], []]]
-    assert verdict_scores(rows)["step_outcome_corr"] == pytest.approx(1.0)
-    assert (verdict_scores([*rows, [F, [F, F], F, [T], ["step_count_mismatch"]]])["step_outcome_corr"]
-            == pytest.approx(1.0))
+    for more in ([], [[F, [F, F], F, [T], ["step_count_mismatch"]]]):
+        assert verdict_scores([*rows, *more])["step_outcome_corr"] == pytest.approx(1.0)
     assert verdict_scores(rows[:1])["step_outcome_corr"] is None
 
 
@@ -216,11 +195,6 @@ def test_a_ranking_is_reversed_where_a_wrong_rollout_is_above_a_right_one():
     advantages = [0.2, -1.0, 0.3] + [0.5, 0.1, 0.1] + [0.0, 1.0, 2.0] + [0.0, -0.5, 9.0]
     # the third group has no wrong one and is not counted
     assert ranking_reversed(outcomes, advantages, 3) == [True, False, False]
-
-
-def test_verdict_scores_of_solutions_without_an_outcome_say_nothing_of_outcomes():
-    scores = verdict_scores([[None, [T], T, [T], []]])
-    assert scores["balanced_acc"] is None and scores["step_f1"] == 1.0
 
 
 # Which solutions a verifier step judges
@@ -249,23 +223,13 @@ def test_plain_tango_judges_the_fresh_solutions_in_order():
 
 
 def test_replay_takes_its_share_from_the_pool_and_the_rest_fresh():
-    """replay 0.25 of 8: 2 past, 6 fresh."""
+    """replay 0.25 of 8: 2 past, 6 fresh. Which ones is chance that the seed decides; a short pool is filled up."""
     fresh, pool = entries([F] * 8), entries([T] * 20, first=100)
-    chosen = choose(fresh, pool, 8, replay=0.25)
-    assert (chosen[:6] == fresh[:6] and all(entry in pool for entry in chosen[6:])
-            and len({entry[0] for entry in chosen}) == 8)
-
-
-def test_replay_from_a_short_pool_is_filled_up_with_fresh_solutions():
-    fresh, pool = entries([F] * 8), entries([T], first=100)
-    assert choose(fresh, pool, 8, replay=0.5) == fresh[:7] + pool
+    chosen, again, other = (choose(fresh, pool, 8, 0.25, rng=random.Random(seed)) for seed in (0, 0, 1))
+    assert chosen[:6] == fresh[:6] and all(entry in pool for entry in chosen[6:])
+    assert len({entry[0] for entry in chosen}) == 8 and chosen == again != other
+    assert choose(fresh, pool[:1], 8, replay=0.5) == fresh[:7] + pool[:1]
     assert choose(fresh, [], 8, replay=0.5) == fresh
-
-
-def test_which_past_solutions_are_replayed_is_chance_that_the_seed_decides():
-    fresh, pool = entries([F] * 8), entries([T] * 20, first=100)
-    picks = [choose(fresh, pool, 8, 0.5, False, random.Random(seed)) for seed in (0, 0, 1)]
-    assert picks[0] == picks[1] != picks[2]
 
 
 @pytest.mark.parametrize("fresh, pool, right, wrong", [
@@ -282,15 +246,11 @@ def test_balance_makes_half_right_and_half_wrong_as_far_as_there_are(fresh, pool
     assert (num_right(chosen), len(chosen) - num_right(chosen)) == (right, wrong)
 
 
-def test_balance_of_an_odd_number_has_one_more_wrong():
-    chosen = choose(entries([T, F] * 5), [], 5, balance=True)
-    assert (num_right(chosen), len(chosen)) == (2, 5)
-
-
 def test_balance_prefers_fresh_solutions():
     """Without replay the pool lends only what fresh ones lack."""
     fresh, pool = entries([T, T, F, F]), entries([T, F] * 10, first=100)
     assert choose(fresh, pool, 4, balance=True) == fresh
+    assert [entry[2] for entry in choose(entries([T, F] * 5), [], 5, balance=True)] == [T, F, T, F, F]  # an odd number
     lacking = choose(entries([T, F, F, F]), pool, 4, balance=True)
     assert sum(entry[0] >= 100 for entry in lacking) == 1 and num_right(lacking) == 2
 
@@ -324,25 +284,25 @@ def test_steps_that_pass_are_counted_by_kind_of_error():
     play = SimpleNamespace(task=task, gather=lambda rows: rows)
     solutions = SimpleNamespace(problems=lambda: [None, None], texts=["a", "b"])
     said = [Verification([True, False, True, True], True, ()), Verification([], None, ())]
-    assert evals.passed_by_error(play, solutions, said) == {
+    assert passed_by_error(play, solutions, said) == {
         "errors/result": 1 / 4, "errors/slip": 2 / 4, "passed/result": 1.0, "passed/slip": 0.0}
     play.task = SimpleNamespace()
-    assert evals.passed_by_error(play, solutions, said) == {}
+    assert passed_by_error(play, solutions, said) == {}
 
 
 def test_what_cannot_be_scored_counts_as_wrong_and_is_told(capsys):
-    assert evals.are_right([True, None, False, None], "test_out") == [True, False, False, False]
+    assert are_right([True, None, False, None], "test_out") == [True, False, False, False]
     assert "WARNING: 2 of 4 solutions of test_out cannot be scored and count as wrong" in capsys.readouterr().out
-    assert evals.are_right([True, False], "test_in") == [True, False] and capsys.readouterr().out == ""
+    assert are_right([True, False], "test_in") == [True, False] and capsys.readouterr().out == ""
 
 
-# The variance of reward sources
+# Rewards and their variance by source
 
 def variances_of(group_id, **sources) -> dict:
     t = SimpleNamespace(log=lambda role, values: logged.update(values), mean=lambda values: {
         name: sum(rows) / len(rows) for name, rows in values.items()})
     logged: dict = {}
-    evals.log_variances(t, "generator", SimpleNamespace(group_id=torch.tensor(group_id)), sources)
+    log_variances(t, "generator", SimpleNamespace(group_id=torch.tensor(group_id)), sources)
     return logged
 
 
@@ -362,8 +322,16 @@ def test_rollouts_that_a_source_says_nothing_of_are_left_out_of_its_variance():
     assert variances_of([0, 0, 0, 1, 1], outcome=outcome) == {"variance/outcome": 0.25, "zero_variance/outcome": 0.5}
 
 
-def test_a_source_of_which_each_gives_half_has_a_quarter_of_the_variance():
-    full, half = ([scale * x for x in (0.0, 1.0, 1.0)] for scale in (1.0, 0.5))
-    found = variances_of([0, 0, 0], full=terminal_rewards(full, torch.full((3,), 2)),
-                         half=terminal_rewards(half, torch.full((3,), 2)))
-    assert found["variance/full"] == pytest.approx(1 / 3) and found["variance/half"] == pytest.approx(1 / 12)
+def test_rewards_are_logged_by_group_and_none_may_be_nan():
+    """Groups 1, 0 and 1, 1 and one that cannot be told: spread .5 and 0; the last two say nothing."""
+    logged: dict = {}
+    t = SimpleNamespace(device="cpu", reduce=lambda x: x, log=lambda role, values: logged.update(values),
+                        mean=lambda values: values)
+    rollouts = SimpleNamespace(columns={}, group_id=torch.tensor([4, 4, 2, 2, 3]), lengths=torch.arange(5),
+                               stopped=torch.tensor([True] * 4 + [False]))
+    log_rewards(t, "generator", rollouts, [1, False, 1.0, True, None])
+    assert rollouts.columns["reward"] == [1.0, 0.0, 1.0, 1.0, None] and logged["num_rollouts"] == 5
+    assert logged["reward_std"] == [0.5, 0.0] and logged["frac_reward_zero_std"] == [False, True, True]
+    assert logged["completions/clipped_ratio"] == [False] * 4 + [True]
+    with pytest.raises(BadInput, match="a reward of the generator is nan"):
+        log_rewards(t, "generator", rollouts, [float("nan")] * 5)

@@ -1,14 +1,9 @@
-"""
-The stages of a GPU day: what each may take, what a failed one leaves, where its row goes.
-
-    python -m pytest tests/test_gpu_day.py -q
-"""
+"""The stages of a GPU day: what each may take, what a failed one leaves, where its row goes."""
 import os
 import shlex
 import sys
 import time
 
-import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "dev"))
@@ -52,10 +47,7 @@ def test_rows_go_after_the_tables_last_one(tmp_path, monkeypatch):
     at = lines.index("| old |")
     assert lines[at + 1].startswith("| 20") and "| last line | a / b |" in lines[at + 1] and "seconds" in lines[at + 2]
     assert "\n".join(lines[: at + 1] + lines[at + 3:]) + "\n" == PAGE
-
-
-def test_the_section_is_made_where_there_is_none(tmp_path):
-    page = tmp_path / "page.md"
+    page = tmp_path / "page.md"  # the section is made where there is none
     page.write_text("# Timings\n")
     gpu_day.add_rows([["a", "b|c"]], str(page))
     assert page.read_text().splitlines() == ["# Timings", "", gpu_day.HEADING, "", *gpu_day.HEADER, "| a | b/c |"]
@@ -64,10 +56,10 @@ def test_the_section_is_made_where_there_is_none(tmp_path):
 def test_time_is_up_for_a_stage_and_its_children(tmp_path, monkeypatch):
     mark = tmp_path / "mark"
     code, page = day(tmp_path, monkeypatch, {
-        "slow": (2, "", f"(sleep 5; touch {shlex.quote(str(mark))}) & sleep 60", None),
+        "slow": (1, "", f"(sleep 3; touch {shlex.quote(str(mark))}) & sleep 60", None),
         "next": (60, "", "echo y", None)})
-    assert code == 1 and "| slow | failed | stopped after 2 s |" in page and "| y |" in page
-    time.sleep(7)
+    assert code == 1 and "| slow | failed | stopped after 1 s |" in page and "| y |" in page
+    time.sleep(3)
     assert not mark.exists()
 
 
@@ -75,14 +67,6 @@ def test_stages_after_the_end_of_all_time_are_named(tmp_path, monkeypatch):
     code, page = day(tmp_path, monkeypatch, {"one": (60, "", "sleep 3", None), "two": (60, "", "echo y", None)},
                      "--minutes", "0.04")
     assert code == 1 and "| two | failed | no time left |" in page and "| two | last line |" not in page
-
-
-@pytest.mark.parametrize("flags, words", [(["--stages", "tests,nothing"], "nothing"), (["--scale", "huge"], "huge")])
-def test_bad_flags_are_refused(monkeypatch, capsys, flags, words):
-    monkeypatch.setattr(sys, "argv", ["gpu_day.py", *flags])
-    with pytest.raises(SystemExit) as stop:
-        gpu_day.main()
-    assert stop.value.code == 2 and words in capsys.readouterr().err
 
 
 def test_every_stage_has_a_rehearsal_and_all_fit_in_half_an_hour():

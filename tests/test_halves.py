@@ -1,14 +1,9 @@
-"""
-Halves: what two agents' texts make together, conventions, hostile halves, demonstrations.
-
-    python -m pytest tests/test_halves.py -q
-"""
+"""Halves: what two agents' texts make together, conventions, hostile halves, demonstrations."""
 import random
 
 import pytest
 from test_tasks import task_of
 
-from nanochat.common import BadInput
 from tasks import flags_of_others
 from tasks.common import Problem
 
@@ -18,38 +13,26 @@ BOTH = "a3+5:8;8*2:6;,a4-1:3;3*7:1;=6,1"
 SURE = ["--chain-share", "0", "--chain-verifier-share", "0"]
 
 
-def test_a_joint_solution_is_both_halves_step_by_step_and_both_results():
-    task = task_of("halves")
-    assert task.joint(FIRST, SECOND) == BOTH and task.check(PROBLEM, BOTH) is True
-    assert task.half_outcomes(PROBLEM, BOTH) == task.step_labels(PROBLEM, BOTH)[:2] == [True, True]
-
-
 @pytest.mark.parametrize("first, second, right, halves, agree", [
-    (FIRST, SECOND, True, [True, True], True),
-    ("b" + FIRST[1:], "b" + SECOND[1:], True, [True, True], True),
+    (FIRST, SECOND, True, [True, True], True), ("b" + FIRST[1:], "b" + SECOND[1:], True, [True, True], True),
     ("a=6", "a=1", True, [True, True], True),                        # the results count, as in chain
-    (FIRST, "b" + SECOND[1:], False, [True, True], False),           # two conventions
-    (FIRST[1:], SECOND, False, [True, True], False),                 # no letter
-    (FIRST[1:], SECOND[1:], False, [True, True], False),             # neither has one
-    ("c" + FIRST[1:], "c" + SECOND[1:], False, [True, True], False),  # a letter that is none of the two
-    (FIRST[:-1] + "5", SECOND, False, [False, True], True),
-    (FIRST, SECOND[:-1] + "0", False, [True, False], True),
-    (SECOND, FIRST, False, [False, False], True),
-    (FIRST, "", False, [True, False], False),
-    ("", SECOND, False, [False, True], False),
-    ("", "", False, [False, False], False),
-    (BOTH, "", False, [False, False], False),                        # one agent cannot write both halves
-    (BOTH, SECOND, False, [False, True], True),
+    (FIRST, "b" + SECOND[1:], False, [True, True], False),           # two conventions, no letter, one of none
+    (FIRST[1:], SECOND, False, [True, True], False), (FIRST[1:], SECOND[1:], False, [True, True], False),
+    ("c" + FIRST[1:], "c" + SECOND[1:], False, [True, True], False),
+    (FIRST[:-1] + "5", SECOND, False, [False, True], True), (FIRST, SECOND[:-1] + "0", False, [True, False], True),
+    (SECOND, FIRST, False, [False, False], True), (FIRST, "", False, [True, False], False),
+    ("", SECOND, False, [False, True], False), ("", "", False, [False, False], False),
+    (BOTH, "", False, [False, False], False), (BOTH, SECOND, False, [False, True], True),  # one agent cannot write both
     ("a3+5:8;,4-1:3;=6", SECOND, True, [True, True], True),          # its mark between halves is none
     ("aa3+5:8;=6", SECOND, False, [False, True], True),
     ("a3+5:8;a8*2:6;=6", "4-1:3;=1", False, [False, True], False),   # a letter for the other
-    ("a3+5:8;8*2:6;=6=6", SECOND, False, [False, True], True),
-    ("a3+5:8;8*2:6;=06", SECOND, False, [False, True], True),
+    ("a3+5:8;8*2:6;=6=6", SECOND, False, [False, True], True), ("a3+5:8;8*2:6;=06", SECOND, False, [False, True], True),
     ("a3+5:8;8*2:6;6", SECOND, False, [False, True], True),
 ])
 def test_what_two_texts_make_together(first, second, right, halves, agree):
     task = task_of("halves")
     solution = task.joint(first, second)
+    assert solution == BOTH or (first, second) != (FIRST, SECOND)
     assert (task.check(PROBLEM, solution), task.half_outcomes(PROBLEM, solution)) == (right, halves)
     assert task.agrees(solution) is agree
 
@@ -66,8 +49,7 @@ def test_what_two_texts_make_together(first, second, right, halves, agree):
     ("a3+5:8;a8*2:6;,a4-1:3;=6,1", [None, "operands", None]),
     ("a3+5:8;8*2:6;a4-1:3;3*7:1;=61", [None, None, "operands", "operands"]),         # no mark: all is the first half
     (",a4-1:3;3*7:1;=,1", ["convention", None]),
-    ("", []), (",", []), ("a", []), ("=", []),
-])
+    ("", []), (",", []), ("a", []), ("=", [])])
 def test_what_is_wrong_with_a_step(solution, errors):
     task = task_of("halves")
     assert task.step_errors(PROBLEM, solution) == errors
@@ -87,7 +69,7 @@ def test_verifications_written_by_hand(solution, verification):
 
 def test_demonstrations_draw_a_letter_and_are_right_in_what_they_were_taught():
     task, halves = task_of("halves", *SURE), []
-    for i in range(400):
+    for i in range(200):
         problem = task.problem("sft", i)
         (quoted, first), (_, second) = (demo(problem, random.Random(f"{i}-{demo}"))
                                         for demo in (task.first_demo, task.second_demo))
@@ -98,7 +80,7 @@ def test_demonstrations_draw_a_letter_and_are_right_in_what_they_were_taught():
         assert task.check(problem, task.solution_demo(problem, random.Random(i))) is True  # one text keeps its letter
     agree = [a == b for a, b in halves]
     assert {letter for pair in halves for letter in pair} == {"a", "b"}
-    assert abs(sum(agree) / len(agree) - 0.5) < 0.1  # four standard errors
+    assert abs(sum(agree) / len(agree) - 0.5) < 0.14  # four standard errors
 
 
 def test_demonstrations_of_halves_carry_the_misconceptions_of_chain():
@@ -130,6 +112,8 @@ def test_a_problem_is_two_of_chains():
         left, right = chain.problem("rl", 2 * i), chain.problem("rl", 2 * i + 1)
         assert task.problem("rl", i) == Problem("rl", i, f"{left.prompt},{right.prompt}",
                                                 f"{left.answer},{right.answer}")
+    others = flags_of_others("halves")  # the flags of chain are its own
+    assert "chain_" not in others and "halves_" not in others and "brittle_" in others
 
 
 def test_with_one_letter_or_none_there_is_nothing_to_agree_on():
@@ -140,14 +124,3 @@ def test_with_one_letter_or_none_there_is_nothing_to_agree_on():
         assert [text.rstrip("0123456789+-*:;=") for text in (first, second)] == [letter, letter]
         assert task.check(problem, task.joint(first, second)) is True
         assert task.check(problem, task.joint(other + first[len(letter):], second)) is False
-
-
-@pytest.mark.parametrize("number", ["-1", "27"])
-def test_a_number_of_letters_that_there_are_not_is_refused(number):
-    with pytest.raises(BadInput, match=f"--halves-letters {number}: must be from 0 to 26"):
-        task_of("halves", "--halves-letters", number)
-
-
-def test_the_flags_of_chain_are_flags_of_halves():
-    others = flags_of_others("halves")
-    assert "chain_" not in others and "halves_" not in others and "brittle_" in others

@@ -53,6 +53,8 @@ def test_the_chain_tells_right_analyses_whatever_the_verdict(solution, text, rat
     task = task_of(*TASK_FLAGS)
     verification = parse_verification(task.fmt, text, len(task.fmt.step_spans(solution)))
     assert rationales_of(task, CHAIN, solution, verification) == rationales
+    cannot_tell = type("Task", (), {"fmt": task.fmt})()
+    assert set(rationales_of(cannot_tell, CHAIN, solution, verification)) == {None}
 
 
 def test_last_letter_and_the_mixture_tell_them_too():
@@ -65,12 +67,6 @@ def test_last_letter_and_the_mixture_tell_them_too():
         solution = mixture.solution_demo(problem, random.Random(0))
         said = [step for step in solution.split(";")[:-1]]
         assert mixture.analysis_labels(problem, solution, said) == part.analysis_labels(problem, solution, said) != []
-
-
-def test_a_task_that_cannot_tell_has_no_rationales():
-    task = type("Task", (), {"fmt": COMPACT})()
-    verification = parse_verification(COMPACT, "1T;=T", 1)
-    assert rationales_of(task, CHAIN, "1+2:0;=0", verification) == [None]
 
 
 def test_right_verdicts_for_wrong_reasons_are_counted():
@@ -98,7 +94,5 @@ def test_what_there_is_nothing_of_is_none_and_a_dash():
     assert set(found) == set(WORDS) and all(value is None for value in found.values())
     assert all(line.endswith(" -") for line in report_lines(found)) and len(report_lines(found)) == len(WORDS)
     assert "self_preference" not in judge_report([])
-
-
-def test_malformed_verifications_are_a_share_of_all():
+    # malformed verifications are a share of all
     assert judge_report([row(True, 1.0, malformed=1, k=4), row(False, 0.0, k=4)])["parse_fail"] == 1 / 8

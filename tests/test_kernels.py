@@ -1,15 +1,12 @@
 """The kernels of the LM head, in Triton, C and PyTorch, against definitions in fp64. Without a GPU those of Triton run
 in its interpreter."""
 import itertools
-import json
 import math
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dev.bench import kernels as bench_kernels
-from nanochat.common import BadInput
 from nanochat.kernels import cpu, linear_logprob as linear_logprob_module
 from nanochat.kernels.launch import jit, tl
 from nanochat.kernels.linear_logprob import linear_logprob, rows_of_chunk
@@ -327,21 +324,6 @@ def test_chunks_are_small_on_cpu_and_even_on_cuda(V, N):
     R = rows_of_chunk(N, V, torch.bfloat16, True)
     num_chunks = -(-N // R)
     assert R % 128 == 0 and R <= 8192 + 128 and R * V * 2 < 1.05 * 2 ** 31 and num_chunks * R - N < 128 * num_chunks
-
-
-# The benchmark
-
-def test_the_benchmark_ends_with_json_and_refuses_unknown_providers(capsys):
-    args = bench_kernels.make_parser().parse_args(["--rows", "70", "--n-embd", "8", "--vocab-size", "40", "--rounds",
-                                                   "1", "--providers", "ours,naive"])
-    bench_kernels.main(args)
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(record["results"]) == ["ours", "naive", "three products", "linear_logprob", "one product"]
-    assert (record["results"]["ours"]["gradient_error"] < 1e-4
-            and record["results"]["one product"]["percent_of_products"] == 100)
-    args.providers = "ours,theirs"
-    with pytest.raises(BadInput, match="there is no theirs"):
-        bench_kernels.main(args)
 
 
 @pytest.mark.parametrize("slow", [True, False])  # MKL: either way on every machine

@@ -4,10 +4,9 @@ MARTI: shaped rewards by hand, who reads what, what each turn earns and is compa
     python -m pytest tests/test_marti.py -q
 """
 import pytest
-from test_dpo import parsed, random_play
+from test_dpo import assert_refused, parsed, random_play
 
 from nanochat import recipes
-from nanochat.common import BadInput
 from nanochat.recipes.policy.marti import means_before, shaped
 from tasks import make_task
 
@@ -29,10 +28,10 @@ def test_shaped_rewards_at_the_corners(R, Q, margin, quality):
     assert shaped(R, Q, 0.5, "none") == shaped(R, Q, 0, "margin") == shaped(R, Q, 0, "quality") == R
 
 
-@pytest.mark.parametrize("shaping", ["none", "margin", "quality"])
-def test_without_a_turn_before_it_a_reward_stays_as_it_is(shaping):
-    assert [shaped(R, None, 0.5, shaping) for R in (0, 1, None)] == [0, 1, None]
-    assert shaped(None, 1, 0.5, shaping) is None
+def test_without_a_turn_before_it_a_reward_stays_as_it_is():
+    for shaping in ("none", "margin", "quality"):
+        assert [shaped(R, None, 0.5, shaping) for R in (0, 1, None)] == [0, 1, None]
+        assert shaped(None, 1, 0.5, shaping) is None
 
 
 def test_a_team_is_measured_by_all_that_it_earned_before():
@@ -46,18 +45,25 @@ def test_a_team_is_measured_by_all_that_it_earned_before():
 
 # A step
 
-def played(*flags: str, texts=None, check=None):
-    """A step and its update. texts: what is written in a draw in turn, in place of a random model's."""
+def writing(t, texts: dict[str, list[str]]) -> dict[str, int]:
+    """What is written in a draw in turn, in place of a random model's. -> the draws' limits, as they are made"""
+    drawn, limits = t.sample, {}
+
+    def sample(draw, *args, **options):
+        rollouts = drawn(draw, *args, **options)
+        rows, limits[draw] = rollouts.prompt_of(), rollouts.limit
+        return t.written("generator", rows, [texts[draw][n % len(texts[draw])] for n in range(len(rows))]).with_prompts(
+            rows)
+    t.sample = sample
+    return limits
+
+
+def played(*flags: str, texts=None):
+    """A step and its update."""
     t = random_play("marti", "--examples-per-step", "2", "--num-samples", "4", *flags)
-    t.task.check = check or t.task.check
     if texts:
-        drawn = t.sample
-        def sample(draw, *args, **kwargs):
-            rollouts = drawn(draw, *args, **kwargs)
-            rows = rollouts.prompt_of()
-            return t.written("generator", rows, [texts[draw][n % len(texts[draw])] for n in range(len(rows))])\
-                .with_prompts(rows)
-        t.sample = sample
+        t.task.check = outcome
+        writing(t, texts)
     update, = marti.play(t)
     return t, [part for part, _ in update.parts], [advantages[:, 0].tolist() for _, advantages in update.parts]
 
@@ -100,7 +106,7 @@ def centred(values) -> list[float]:
     ("quality", [1.25, -0.25, -0.5, 1])])
 def test_what_a_debate_earns_by_hand(base, shaping, shaped_rewards):
     texts = {"solutions": ["=1", "=0", "=0", "=0"], "final": ["=1", "=0", "=0", "=1"]}
-    t, (first, final), advantages = played("--shaping", shaping, "--advantage", "dr_grpo", texts=texts, check=outcome)
+    t, (first, final), advantages = played("--shaping", shaping, "--advantage", "dr_grpo", texts=texts)
     assert first.columns["shaped_reward"] == first.columns["outcome"] == [1, 0, 0, 0] * 2
     assert final.columns["shaped_reward"] == shaped_rewards * 2 and final.columns["outcome"] == [1, 0, 0, 1] * 2
     assert advantages[0] == pytest.approx(centred([1, 0, 0, 0]) * 2)  # each turn has a baseline of its own
@@ -119,7 +125,7 @@ def test_what_a_chain_earns_by_hand(base):
     texts = {"solutions": ["=1", "=0", "=0", "=1"], "verifications": ["=T", "=F", "=T", "T"],
              "final": ["=1", "=1", "=0", "=0"]}
     t, (first, judged, final), advantages = played(*CHAIN, "--shaping", "quality", "--advantage", "dr_grpo",
-                                                   texts=texts, check=outcome)
+                                                   texts=texts)
     assert first.columns["shaped_reward"] == [1, 0, 0, 1] * 2
     # R 1 1 0 0 with Q 1 0 0 1: R + .5 (Q R - (1 - Q)(1 - R))
     assert judged.columns["outcome"] == [1, 1, 0, 0] * 2 and judged.columns["shaped_reward"] == [1.5, 1, -0.5, 0] * 2
@@ -132,13 +138,13 @@ def test_what_a_chain_earns_by_hand(base):
 
 def test_what_cannot_be_scored_earns_nothing_and_is_left_out_of_means(base):
     texts = {"solutions": ["=?", "=1", "=?", "=?"], "final": ["=1", "=?", "=1", "=0"]}
-    t, (first, final), advantages = played("--shaping", "margin", "--advantage", "dr_grpo", texts=texts, check=outcome)
+    t, (first, final), advantages = played("--shaping", "margin", "--advantage", "dr_grpo", texts=texts)
     # the first team's mean is 1; of the second one nothing is known
     assert final.columns["shaped_reward"] == [1, None, 1, 0] * 2
     assert advantages == [[0] * 8, pytest.approx([1 / 3, 0, 1 / 3, -2 / 3] * 2)]
     assert t.metrics["gen/unscorable"] == 1
     texts = {"solutions": ["=?"], "verifications": ["=T"], "final": ["=0"]}
-    t, (_, judged, final), _ = played(*CHAIN, texts=texts, check=outcome)
+    t, (_, judged, final), _ = played(*CHAIN, texts=texts)
     assert set(judged.columns["shaped_reward"]) == {None} and set(final.columns["shaped_reward"]) == {0}
 
 
@@ -157,15 +163,8 @@ TEAM = ["--num-agents", "4"]
 def test_a_debate_is_evaluated_by_its_majority_and_a_chain_by_its_last_answer(base, capsys, flags, first, final,
                                                                               expected, num_unknown):
     t = random_play("marti", "--num-samples", "4", "--eval-examples", "4", *flags)
-    t.task.check, t.evaluating, drawn, limits = outcome, True, t.sample, {}
-    texts = {"eval": ["=0"], "solutions": first, "verifications": ["=F"], "final": final}
-
-    def sample(draw, *args, **kwargs):
-        rollouts = drawn(draw, *args, **kwargs)
-        rows, limits[draw] = rollouts.prompt_of(), rollouts.limit
-        return t.written("generator", rows, [texts[draw][n % len(texts[draw])] for n in range(len(rows))])\
-                .with_prompts(rows)
-    t.sample = sample
+    t.task.check, t.evaluating = outcome, True
+    limits = writing(t, {"eval": ["=0"], "solutions": first, "verifications": ["=F"], "final": final})
     scores = marti.evaluate(t)
     for split in ("in", "out"):
         assert {name: scores.pop(f"gen/{name}_{split}") for name in expected} == expected
@@ -175,18 +174,9 @@ def test_a_debate_is_evaluated_by_its_majority_and_a_chain_by_its_last_answer(ba
 
 # Flags
 
-@pytest.mark.parametrize("flags, words", [
-    (["--graph", "ring"], "--graph ring: there are debate, chain"),
-    (["--shaping", "all"], "--shaping all: there are none, margin, quality"),
-    (["--num-agents", "3"], "--num-samples 4: must be a multiple of --num-agents 3"),
-    (["--num-agents", "1"], "--num-agents 1"), (["--alpha", "-1"], "--alpha -1")])
-def test_settings_that_cannot_work_are_refused_in_one_line(flags, words):
-    args = parsed("marti", *flags)
-    with pytest.raises(BadInput, match=f"^{words}[^\n]*$"):
-        marti.check(args, make_task(args))
-
-
-def test_a_chain_needs_no_whole_debates():
+def test_whole_debates_are_dealt_out_and_a_chain_needs_none():
+    assert_refused("marti", "--num-samples 4: must be a multiple of --num-agents 3", "--num-agents", "3")
+    assert_refused("marti", "--num-agents 3: a chain has two", "--graph", "chain", "--num-agents", "3")
     args = parsed("marti", "--graph", "chain", "--num-samples", "3")
     marti.check(args, make_task(args))
     assert marti.draws(args).keys() == {"solutions", "verifications", "final"}

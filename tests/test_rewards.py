@@ -21,45 +21,29 @@ T, F = True, False
 
 # eq. 2
 
-def test_an_outcome_is_one_or_zero_at_the_last_token_and_none_abstains():
+def test_a_reward_is_at_the_last_token_zero_is_one_and_none_abstains():
+    """An empty completion is rewarded at token 0."""
     rewards = outcome_rewards([True, False, None], torch.tensor([4, 1, 7]))
-    assert rewards.values.tolist() == [[1.0], [0.0], [0.0]]
-    assert rewards.token_index.tolist() == [[3], [0], [6]]
-    assert rewards.valid.tolist() == [[True], [True], [False]]
-
-
-def test_a_terminal_reward_of_zero_is_a_reward():
-    rewards = terminal_rewards([0.0, 1.8], torch.tensor([2, 3]))
+    assert rewards.values.tolist() == [[1.0], [0.0], [0.0]] and rewards.values.dtype == torch.float32
+    assert rewards.token_index.tolist() == [[3], [0], [6]] and rewards.valid.tolist() == [[True], [True], [False]]
+    rewards = terminal_rewards([0.0, 1.8], torch.tensor([0, 3]))
     assert rewards.valid.all() and rewards.values.flatten().tolist() == pytest.approx([0.0, 1.8])
-    assert rewards.values.dtype == torch.float32
-
-
-def test_an_empty_completion_is_rewarded_at_token_zero():
-    assert terminal_rewards([1.0], torch.tensor([0])).token_index.tolist() == [[0]]
+    assert rewards.token_index.tolist() == [[0], [2]]
 
 
 # eq. 3
 
 def test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps():
-    """4 steps: +-1/4 at tokens 2, 5, 6, 9; one step: -1; judged None: abstains; no steps: abstains."""
+    """4 steps: +-1/4 at tokens 2, 5, 6, 9; one step: -1; judged None: abstains; no steps: abstains. A chance between
+    right and wrong is a reward between."""
     rewards = step_rewards([[2, 5, 6, 9], [3], [1, 2], []], [[True, False, False, True], [False], None, []], "cpu")
     assert rewards.values.tolist() == [[0.25, -0.25, -0.25, 0.25], [-1.0, 0.0, 0.0, 0.0], [0.0] * 4, [0.0] * 4]
     assert rewards.valid.tolist() == [[True] * 4, [True, False, False, False], [False] * 4, [False] * 4]
     assert rewards.token_index[0].tolist() == [2, 5, 6, 9] and rewards.token_index[1, 0] == 3
-
-
-@pytest.mark.parametrize("K", [1, 2, 3, 10])
-def test_the_steps_of_a_solution_are_worth_one_in_all_however_many_they_are(K):
-    all_right = step_rewards([list(range(K))], [[True] * K], "cpu")
-    all_wrong = step_rewards([list(range(K))], [[False] * K], "cpu")
-    assert (all_right.values.sum().item() == pytest.approx(1.0, rel=1e-6)
-            and torch.equal(all_wrong.values, -all_right.values))
-
-
-def test_step_rewards_of_nobody_have_a_shape():
-    rewards = step_rewards([[], []], [None, None], "cpu")
-    assert (rewards.values.shape == rewards.token_index.shape == rewards.valid.shape == (2, 1)
-            and not rewards.valid.any())
+    rewards = step_rewards([[1, 4], [2]], [[0.75, 0.0], [True]], "cpu")
+    assert rewards.values.tolist() == [[0.25, -0.5], [1.0, 0.0]] and rewards.valid.tolist() == [[T, T], [T, F]]
+    nobody = step_rewards([[], []], [None, None], "cpu")
+    assert nobody.values.shape == nobody.token_index.shape == (2, 1) and not nobody.valid.any()
 
 
 @pytest.mark.parametrize("verdicts", [[True], [True, False], [True] * 4])
@@ -71,11 +55,8 @@ def test_a_wrong_number_of_step_verdicts_is_an_error(verdicts):
 
 # eq. 8
 
-def test_the_format_reward_loses_a_quarter_for_each_unmet_criterion():
+def test_the_format_reward_loses_a_quarter_for_each_unmet_criterion_and_is_never_negative():
     assert [format_reward(UNMET[:n]) for n in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
-
-
-def test_the_format_reward_is_never_negative():
     assert format_reward(UNMET + UNMET) == 0.0
 
 
@@ -93,71 +74,36 @@ def test_the_format_reward_is_never_negative():
 ])
 def test_the_verdict_reward_is_agreement_plus_gamma_times_format(verdict, outcome, unmet, gamma, expected):
     assert verdict_reward(verdict, outcome, unmet, gamma) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("verdict", [True, False, None])
-def test_a_solution_without_an_outcome_gives_its_verifications_no_reward(verdict):
-    """None, never 0: also a missing verdict does not agree with a missing outcome."""
-    assert verdict_reward(verdict, None, (), 0.8) is None
+    assert verdict_reward(verdict, None, unmet, gamma) is None  # never 0, also without a verdict
 
 
 # eq. 9
 
-def test_balanced_classes_weigh_one():
-    weights = ClassWeights()
-    weights.observe(8, 8)  # sqrt(16 / (2 * 8)) = 1
-    assert weights.weight(True) == weights.weight(False) == 1.0
-
-
-def test_class_weights_by_hand():
-    """2 right and 18 wrong of 20: sqrt(20 / 4) = sqrt(5) = 2.236068 and sqrt(20 / 36) = 0.745356."""
-    weights = ClassWeights()
-    weights.observe(2, 18)
-    assert (weights.weight(True) == pytest.approx(2.236068, rel=1e-6)
-            and weights.weight(False) == pytest.approx(0.745356, rel=1e-6))
-
-
-def test_a_rare_class_weighs_at_most_the_cap():
-    """1 right and 99 wrong: sqrt(100 / 2) = 7.07, capped at 4; 1 and 31: sqrt(32 / 2) = 4, just the cap; a class never
-    met: the cap."""
-    for right, wrong in ((1, 99), (1, 31), (0, 16)):
-        weights = ClassWeights()
+@pytest.mark.parametrize("batches, of_right, of_wrong", [
+    ([(8, 8)], 1.0, 1.0),                            # sqrt(16 / (2 * 8))
+    ([(2, 18)], 5 ** 0.5, (5 / 9) ** 0.5),           # sqrt(20 / 4), sqrt(20 / 36)
+    ([(1, 99)], 4.0, (100 / 198) ** 0.5),            # sqrt(100 / 2) = 7.07: at most 4
+    ([(1, 31)], 4.0, (32 / 62) ** 0.5),              # sqrt(32 / 2): just the cap
+    ([(0, 16)], 4.0, 0.5 ** 0.5),                    # a class never met
+    ([(0, 10), (10, 0)], 2.5 ** 0.5, 0.625 ** 0.5)])  # 0.8 * 0 + 0.2 * 10 = 2 and 0.8 * 10 = 8
+def test_class_weights_by_hand(batches, of_right, of_wrong):
+    weights, turned, low = ClassWeights(), ClassWeights(), ClassWeights(cap=2.0)
+    for right, wrong in batches:
         weights.observe(right, wrong)
-        assert weights.weight(True) == 4.0
-    assert weights.weight(False) == pytest.approx(0.5 ** 0.5, rel=1e-12)  # 16 of 16: sqrt(16 / 32)
-    weights = ClassWeights(cap=2.0)
-    weights.observe(99, 1)
-    assert weights.weight(False) == 2.0
+        turned.observe(wrong, right)
+        low.observe(right, wrong)
+    assert (weights.weight(True), weights.weight(False)) == pytest.approx((of_right, of_wrong), rel=1e-12)
+    assert (turned.weight(False), turned.weight(True)) == pytest.approx((of_right, of_wrong), rel=1e-12)
+    assert low.weight(True) == pytest.approx(min(2.0, of_right))
 
 
 def test_the_counts_are_moving_averages_with_decay_four_fifths():
-    """(2, 18), then (10, 10): right 0.8 * 2 + 0.2 * 10 = 3.6, wrong 0.8 * 18 + 0.2 * 10 = 16.4; then (0, 0): 2.88 and
-    13.12."""
+    """(2, 18), then (10, 10): right 0.8 * 2 + 0.2 * 10 = 3.6, wrong 0.8 * 18 + 0.2 * 10; then (0, 0)."""
     weights = ClassWeights()
-    weights.observe(2, 18)
-    assert (weights.right, weights.wrong) == (2, 18)  # the first batch sets them
-    weights.observe(10, 10)
-    assert (weights.right, weights.wrong) == pytest.approx((3.6, 16.4), rel=1e-12)
+    for batch, counts in (((2, 18), (2, 18)), ((10, 10), (3.6, 16.4)), ((0, 0), (2.88, 13.12))):
+        weights.observe(*batch)
+        assert (weights.right, weights.wrong) == pytest.approx(counts, rel=1e-12)  # the first batch sets them
     assert weights.weight(True) == pytest.approx((20 / 7.2) ** 0.5, rel=1e-12)
-    weights.observe(0, 0)
-    assert (weights.right, weights.wrong) == pytest.approx((2.88, 13.12), rel=1e-12)
-    assert weights.weight(True) == pytest.approx((20 / 7.2) ** 0.5, rel=1e-12)  # the same shares
-
-
-def test_a_first_batch_without_one_class_is_averaged_away():
-    """(0, 10), then (10, 0): right 0.8 * 0 + 0.2 * 10 = 2, wrong 0.8 * 10 = 8: sqrt(10 / 4) and sqrt(10 / 16)."""
-    weights = ClassWeights()
-    weights.observe(0, 10)
-    weights.observe(10, 0)
-    assert (weights.weight(True) == pytest.approx(2.5 ** 0.5, rel=1e-12)
-            and weights.weight(False) == pytest.approx(0.625 ** 0.5, rel=1e-12))
-
-
-def test_the_weights_even_out_what_the_classes_contribute_less_than_fully():
-    """eq. 9 takes the root: n_c * s_c^2 is the same for both classes, n_c * s_c is not."""
-    weights = ClassWeights()
-    weights.observe(4, 12)
-    assert 4 * weights.weight(True) ** 2 == pytest.approx(12 * weights.weight(False) ** 2, rel=1e-12)
 
 
 # How far verdicts can be believed
@@ -188,10 +134,9 @@ def test_a_wrong_answer_whose_only_step_passed_was_wrong_there():
 
 
 def test_trust_is_estimated_from_outcomes_alone():
-    """Verdicts and outcomes are drawn with known chances; the estimates come near them, and one batch changes them as
-    expectation maximisation by hand says."""
-    rng, trust, num = random.Random(0), VerdictTrust(decay=1.0), 40
-    for _ in range(num):
+    """Verdicts and outcomes are drawn with known chances; the estimates come near them."""
+    rng, trust = random.Random(0), VerdictTrust(decay=1.0)
+    for _ in range(40):
         verdicts, outcomes = [], []
         for _ in range(100):
             right = [rng.random() < 0.7 for _ in range(rng.randint(1, 6))]
@@ -237,8 +182,3 @@ def test_trust_is_of_all_ranks():
     alone.observe([[T, F], [T, F]], [F, F])
     shared.observe([[T, F]], [F], lambda x: 2 * x)  # another rank has just the same
     assert asdict(shared) == asdict(alone)
-
-
-def test_chances_between_right_and_wrong_are_rewards_between():
-    rewards = step_rewards([[1, 4], [2]], [[0.75, 0.0], [True]], "cpu")
-    assert rewards.values.tolist() == [[0.25, -0.5], [1.0, 0.0]] and rewards.valid.tolist() == [[T, T], [T, F]]

@@ -21,12 +21,8 @@ def phases(lengths: PhaseLengths, num_steps: int, schedule=fixed, balanced_acc=l
 
 # Phases of fixed lengths
 
-def test_three_to_one_after_a_warm_up():
-    """W = 2, N_g = 3, N_v = 1 (Tango algorithm 1)."""
-    assert phases(PhaseLengths(2, 3, 1), 12) == "ww" "gggv" "gggv" "gg"
-
-
 @pytest.mark.parametrize("lengths, expected", [
+    (PhaseLengths(2, 3, 1), "wwgggvgg"),  # Tango algorithm 1
     (PhaseLengths(0, 3, 1), "gggvgggv"),
     (PhaseLengths(0, 1, 2), "gvvgvvgv"),
     (PhaseLengths(2, 3, 0), "wwgggggg"),     # the verifier is fixed after its warm-up
@@ -71,34 +67,25 @@ def test_adaptive_ends_the_verifiers_phases_at_the_bar_and_the_generators_never(
 
 
 def test_an_adaptive_run_step_by_step():
-    """Below the bar until step 3: the warm-up of at most 5 ends there. Again below from step 6 on: a verifier phase of
-    two steps."""
+    """Below the bar until step 3: the warm-up of at most 5 ends there. Again below from step 6 on."""
     lengths = PhaseLengths(5, 3, 2, bar=0.7)
     above = {3, 4, 5}
     assert phases(lengths, 12, adaptive, lambda step: 0.8 if step in above else 0.6) == "www" "ggg" "vv" "ggg" "v"
     # One that is always good enough moves one step a phase: only its own steps tell whether it still is.
     assert phases(lengths, 8, adaptive, lambda step: 0.8) == "wgggvggg"
     assert phases(lengths, 8, adaptive, lambda step: None) == phases(lengths, 8, fixed) == "wwwwwggg"
-
-
-def test_a_run_without_generator_steps_trains_the_verifier_also_above_the_bar():
+    # Without generator steps the verifier is trained also above the bar.
     assert phases(PhaseLengths(0, 0, 2, bar=0.7), 5, adaptive, lambda step: 0.8) == "vvvvv"
 
 
 # alpha
 
 def test_alpha_decays_exponentially_from_start_to_end():
-    """0.1 to 0.001: half way their geometric mean 0.01; every tenth divides by 100^(1/10)."""
-    assert exponential_decay(0.1, 0.001, 0.0) == 0.1
-    assert exponential_decay(0.1, 0.001, 0.5) == pytest.approx(0.01, rel=1e-12)
-    assert exponential_decay(0.1, 0.001, 1.0) == pytest.approx(0.001, rel=1e-12)
-    steps = [exponential_decay(0.5, 0.001, t / 10) for t in range(11)]
-    assert [b / a for a, b in zip(steps, steps[1:], strict=False)] == pytest.approx([0.002 ** 0.1] * 10, rel=1e-12)
-
-
-@pytest.mark.parametrize("start, end", [(0.0, 0.1), (0.1, 0.0), (0.0, 0.0), (0.3, 0.3)])
-def test_alpha_without_a_decay_is_its_start(start, end):
-    assert [exponential_decay(start, end, progress) for progress in (0.0, 0.5, 1.0)] == [start] * 3
+    """0.1 to 0.001: half way their geometric mean 0.01."""
+    assert [exponential_decay(0.1, 0.001, p) for p in (0.0, 0.5, 1.0)] == pytest.approx([0.1, 0.01, 0.001], rel=1e-12)
+    assert exponential_decay(0.5, 0.001, 0.3) == pytest.approx(0.5 * 0.002 ** 0.3, rel=1e-12)
+    for start, end in ((0.0, 0.1), (0.1, 0.0), (0.0, 0.0), (0.3, 0.3)):  # no decay
+        assert [exponential_decay(start, end, progress) for progress in (0.0, 0.5, 1.0)] == [start] * 3
 
 
 # Learning rate

@@ -1,6 +1,4 @@
-"""
-The set-up of the scripts in runs/, on a project without packages, and a project that was copied.
-"""
+"""The set-up of the scripts in runs/, on a project without packages, and a project that was copied."""
 import os
 import shutil
 import signal
@@ -56,18 +54,15 @@ def installs(folder) -> int:
     return len((folder / "installs").read_text().splitlines())
 
 
-def test_two_scripts_started_at_once_set_up_once(project):
+def test_two_scripts_started_at_once_set_up_once(project, tmp_path, monkeypatch):
+    """CDPATH leads to no other project."""
+    (tmp_path / "other" / "runs").mkdir(parents=True)
+    monkeypatch.setenv("CDPATH", str(tmp_path / "other"))
     both = [start(project) for _ in range(2)]
     outputs = [script.communicate()[0] for script in both]
     assert [script.returncode for script in both] == [0, 0] and installs(project) == 1
-    assert all(output.endswith(f"{project}\n") for output in outputs)
+    assert all(output.endswith(f"{project}\n") for output in outputs) and not (tmp_path / "other/.venv").exists()
     assert start(project).communicate() == (f"{project}\n", "")  # nothing more to do
-
-
-def test_cdpath_leads_to_no_other_project(project, tmp_path, monkeypatch):
-    (tmp_path / "other" / "runs").mkdir(parents=True)
-    monkeypatch.setenv("CDPATH", str(tmp_path / "other"))
-    assert start(project).communicate()[0].splitlines()[-1] == str(project) and not (tmp_path / "other/.venv").exists()
 
 
 @pytest.mark.parametrize("broken", ["bin/python", "installed"])
@@ -79,9 +74,9 @@ def test_what_is_broken_is_set_up_again(project, broken):
     assert start(project).wait() == 0 and installs(project) == 2
 
 
-@pytest.mark.parametrize("command, code", [
-    ("bash runs/setup.sh", 1), ("source runs/setup.sh; echo $?", 0), ("set -e; source runs/setup.sh; echo on", 1)])
-@pytest.mark.parametrize("was_there", [False, True])
+@pytest.mark.parametrize("command, code, was_there", [
+    ("bash runs/setup.sh", 1, True), ("source runs/setup.sh; echo $?", 0, False),
+    ("set -e; source runs/setup.sh; echo on", 1, False)])
 def test_an_installation_that_failed_is_not_taken_for_one(project, command, code, was_there):
     if was_there:  # and is older than pyproject.toml
         start(project).communicate()
@@ -96,47 +91,38 @@ def test_an_installation_that_failed_is_not_taken_for_one(project, command, code
     assert start(project).wait() == 0 and installs(project) == 1 + was_there
 
 
-def test_a_python_that_is_not_there_is_told(project):
-    script = start(project, PYTHON="no-such-python")
-    err = script.communicate()[1].splitlines()
-    assert script.returncode == 1 and "no-such-python" in err[0] and err[1].startswith("error: ")
-    assert not (project / ".venv" / "installed").exists()
-
-
 # What is set in the environment
 
 SHOW = 'set -euo pipefail; source "$0"; printf "%s|%s" "${NANOCHAT_BASE_DIR-none}" "${NANOCHAT_EXPERIMENTS_DIR-none}"'
 
 
-@pytest.mark.parametrize("given, meant", [
-    ("my base", "{here}/my base"), ("./b", "{here}/./b"), ("~/my base", "/home/me&/my base"), ("~", "/home/me&"),
-    ("/a b/~/c", "/a b/~/c"), ("a~/b", "{here}/a~/b"), ("", ""), (None, "none")])
-def test_a_folder_is_meant_from_where_the_user_is(project, tmp_path, given, meant):
+def test_a_folder_is_meant_from_where_the_user_is(project, tmp_path):
     start(project).communicate()
     here = tmp_path / "else where"
     here.mkdir()
-    shown = start(project, SHOW.replace("$0", f"{project}/runs/setup.sh"), here, HOME="/home/me&",
-                  NANOCHAT_BASE_DIR=given, NANOCHAT_EXPERIMENTS_DIR=given).communicate()
-    assert shown == ("|".join([meant.format(here=here)] * 2), "")
+    for given, meant in {"my base": "{here}/my base", "./b": "{here}/./b", "~/my base": "/home/me&/my base",
+                         "~": "/home/me&", "/a b/~/c": "/a b/~/c", "a~/b": "{here}/a~/b", "": "", None: "none"}.items():
+        shown = start(project, SHOW.replace("$0", f"{project}/runs/setup.sh"), here, HOME="/home/me&",
+                      NANOCHAT_BASE_DIR=given, NANOCHAT_EXPERIMENTS_DIR=given).communicate()
+        assert shown == ("|".join([meant.format(here=here)] * 2), "")
 
 
-@pytest.mark.parametrize("env", [
-    {"HOME": None, "NANOCHAT_BASE_DIR": None}, {"HOME": "", "NANOCHAT_BASE_DIR": ""},
-    {"HOME": None, "NANOCHAT_BASE_DIR": "~/b"},
-    {"HOME": None, "NANOCHAT_BASE_DIR": "/b", "NANOCHAT_EXPERIMENTS_DIR": "~/b"}])
-def test_no_home_is_one_line(project, env):
-    script = start(project, **env)
-    assert script.communicate() == ("", "error: HOME is not set: set it, or NANOCHAT_BASE_DIR to the whole path of a "
-                                        "folder\n")
-    assert script.returncode == 2 and not (project / ".venv").exists()
+def test_what_the_environment_cannot_have_is_one_line(project):
+    home = "HOME is not set: set it, or NANOCHAT_BASE_DIR to the whole path of a folder"
+    for env, said in (
+            ({"HOME": None, "NANOCHAT_BASE_DIR": None}, home), ({"HOME": "", "NANOCHAT_BASE_DIR": ""}, home),
+            ({"HOME": None, "NANOCHAT_BASE_DIR": "~/b"}, home),
+            ({"HOME": None, "NANOCHAT_BASE_DIR": "/b", "NANOCHAT_EXPERIMENTS_DIR": "~/b"}, home),
+            *(({"NPROC": number}, f"NPROC={number}: must be a number from 1 to 9999")
+              for number in ("abc", "0", "-1", "2.5", "1 2", "99999"))):
+        script = start(project, **env)
+        assert script.communicate() == ("", f"error: {said}\n")
+        assert script.returncode == 2 and not (project / ".venv").exists()
+    script = start(project, PYTHON="no-such-python")
+    err = script.communicate()[1].splitlines()
+    assert script.returncode == 1 and "no-such-python" in err[0] and err[1].startswith("error: ")
+    assert not (project / ".venv" / "installed").exists()
     assert start(project, HOME=None, NANOCHAT_BASE_DIR="b").wait() == 0  # nothing needs it
-
-
-@pytest.mark.parametrize("number", ["abc", "0", "-1", "2.5", "1 2", "99999"])
-def test_a_number_of_processes_that_is_none_is_one_line(project, number):
-    script = start(project, NPROC=number)
-    assert script.communicate() == ("", f"error: NPROC={number}: must be a number from 1 to 9999\n")
-    assert script.returncode == 2 and not (project / ".venv").exists()
 
 
 def runcpu(folder: Path, code: int) -> subprocess.CompletedProcess:
@@ -152,56 +138,42 @@ def test_only_what_goes_on_is_told_to_be_run_again(project):
     assert done.returncode == 143 and done.stderr.startswith("Not finished. Run the same command again")
 
 
-@pytest.mark.parametrize("variable, said", [
-    ("ARM=none", "ARM=none: there are tango fixed_verifier grpo\n"),
-    ("TASK=none", "TASK=none: there are gsm_symbolic gsm8k words\n"),
-    ("DATA=my", "DATA=my: is of TASK=gsm8k or TASK=words\n"), ("STEPS=abc", "STEPS=abc: must be a number\n"),
-    ("STEPS=08", "STEPS=08: must be a number\n"), ("EVALS=0", "EVALS=0: must be at least 1\n"),
-    ("TASK=words", "TASK=words: DATA must name a folder with train.jsonl and test.jsonl\n"),
-    ("SOURCE=none.gguf", "SOURCE=none.gguf: there is no such file\n"), ("LR=abc", "LR=abc: must be a number\n"),
-    ("SFT_LR=1e", "SFT_LR=1e: must be a number\n"),
-    ("DEVICE=cuda", 'DEVICE=cuda: must be as in DEVICE="--device-type cuda"\n')])
-def test_smol_refuses_what_it_does_not_know_before_it_sets_up(tmp_path, variable, said):
-    (tmp_path / "runs").mkdir()
-    shutil.copy(ROOT / "runs" / "smol.sh", tmp_path / "runs")  # without setup.sh, at which it would stop
-    name, _, value = variable.partition("=")
-    done = subprocess.run(["bash", tmp_path / "runs" / "smol.sh"], capture_output=True, text=True,
-                          env=os.environ | {name: value})
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+def smol(folder, **env: str) -> tuple[int, str, str]:
+    """runs/smol.sh in a folder; without setup.sh, at which it would stop, where that is not there."""
+    (folder / "runs").mkdir(exist_ok=True)
+    shutil.copy(ROOT / "runs" / "smol.sh", folder / "runs")
+    done = subprocess.run(["bash", folder / "runs" / "smol.sh"], capture_output=True, text=True, env=os.environ | env)
+    return done.returncode, done.stdout, done.stderr
 
 
-def test_smol_refuses_a_batch_that_its_ranks_cannot_share(tmp_path):
-    (tmp_path / "runs").mkdir()
-    shutil.copy(ROOT / "runs" / "smol.sh", tmp_path / "runs")
-    (tmp_path / "runs" / "setup.sh").touch()
-    done = subprocess.run(["bash", tmp_path / "runs" / "smol.sh"], capture_output=True, text=True,
-                          env=os.environ | {"BATCH": "9", "NPROC": "2"})
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "BATCH=9: must be a multiple of NPROC=2\n")
-
-
-def test_smol_refuses_a_folder_without_problems(tmp_path):
+def test_smol_refuses_what_it_does_not_know_before_it_sets_up(tmp_path):
     (tmp_path / "train.jsonl").touch()
-    done = subprocess.run(["bash", ROOT / "runs" / "smol.sh"], capture_output=True, text=True,
-                          env=os.environ | {"TASK": "gsm8k", "DATA": str(tmp_path)})
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"DATA={tmp_path}: has no test.jsonl\n")
+    for variable, said in (
+            ("ARM=none", "there are tango fixed_verifier grpo"), ("TASK=none", "there are gsm_symbolic gsm8k words"),
+            ("DATA=my", "is of TASK=gsm8k or TASK=words"), ("STEPS=abc", "must be a number"),
+            ("STEPS=08", "must be a number"), ("EVALS=0", "must be at least 1"), ("LR=abc", "must be a number"),
+            ("TASK=words", "DATA must name a folder with train.jsonl and test.jsonl"),
+            ("SOURCE=none.gguf", "there is no such file"), ("SFT_LR=1e", "must be a number"),
+            ("DEVICE=cuda", 'must be as in DEVICE="--device-type cuda"')):
+        name, _, value = variable.partition("=")
+        assert smol(tmp_path, **{name: value}) == (2, "", f"{variable}: {said}\n")
+    assert smol(tmp_path, TASK="gsm8k", DATA=str(tmp_path)) == (2, "", f"DATA={tmp_path}: has no test.jsonl\n")
 
 
 def test_smol_refuses_a_model_that_has_changed_since_its_import(tmp_path):
+    """And a batch that its ranks cannot share."""
     (tmp_path / "runs").mkdir()
-    shutil.copy(ROOT / "runs" / "smol.sh", tmp_path / "runs")
     (tmp_path / "runs" / "setup.sh").touch()
+    assert smol(tmp_path, BATCH="9", NPROC="2") == (2, "", "BATCH=9: must be a multiple of NPROC=2\n")
     (tmp_path / "model.gguf").touch()
     mark = subprocess.check_output(["cksum"], input=f"{tmp_path}/model.gguf\n", text=True).split()[0]
     imported = tmp_path / "base" / "chatsft_checkpoints" / f"model-{mark}" / "meta_000000.json"
     imported.parent.mkdir(parents=True)
     imported.touch()
     os.utime(imported, ns=(0, os.stat(tmp_path / "model.gguf").st_mtime_ns - 1))
-    done = subprocess.run(["bash", tmp_path / "runs" / "smol.sh"], capture_output=True, text=True,
-                          env=os.environ | {"SOURCE": f"{tmp_path}/model.gguf",
-                                            "NANOCHAT_BASE_DIR": f"{tmp_path}/base"})
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (f"SOURCE={tmp_path}/model.gguf: has changed since it was imported: "
-                           f"give another NANOCHAT_BASE_DIR than {tmp_path}/base\n")
+    assert smol(tmp_path, SOURCE=f"{tmp_path}/model.gguf", NANOCHAT_BASE_DIR=f"{tmp_path}/base") == (
+        2, "", f"SOURCE={tmp_path}/model.gguf: has changed since it was imported: "
+               f"give another NANOCHAT_BASE_DIR than {tmp_path}/base\n")
 
 
 def test_a_folder_that_was_copied_or_moved_is_refused(project):

@@ -1,8 +1,4 @@
-"""
-The comparison of a run that was killed with one that was not: it finds a flipped bit and nothing else.
-
-    python -m pytest tests/test_soak.py
-"""
+"""The comparison of a run that was killed with one that was not: it finds a flipped bit and nothing else."""
 import importlib.util
 import json
 import math
@@ -44,40 +40,32 @@ def test_the_commands_of_the_script_are_read_as_they_are_meant():
     assert calls[0].minutes == 5 and calls[0].words[:3] == ["python", "-m", "scripts.tango_rl"]
 
 
-@pytest.fixture
-def pair(base):
-    """Two runs of the same flags, of which one was stopped and continued."""
+def test_two_runs_are_the_same_until_a_bit_is_flipped(base):
+    """Of the same flags, one of them stopped and continued."""
     train = lambda *flags: tango_rl.main(parse(tango_rl, rl_flags("--save-every", "1", "--recipe", "grpo", *flags)))
     train("--run", "one", "--num-steps", "2")
     train("--run", "two", "--num-steps", "1")
     train("--run", "two", "--num-steps", "2", "--resume-from-step", "auto")
-    return base
-
-
-def test_two_runs_are_the_same_until_a_bit_is_flipped(pair):
     assert "are the same, bit for bit, at 2 saved steps up to 2, and in the 2 records" in soak.compare("one", "two")
-    path = pair / "chatrl_checkpoints" / "two-gen" / "optim_000002_rank0.pt"
-    shutil.copy(path, pair / "kept.pt")
+    soak.plot("one", str(base / "out"))
+    header, first, _ = (base / "out" / "one.csv").read_text().splitlines()
+    assert header == "step,role,resident_gb,open_files,timing_s/step" and first.startswith("0,generator,")
+    assert (base / "out" / "one.png").stat().st_size > 1000
+    path = base / "chatrl_checkpoints" / "two-gen" / "optim_000002_rank0.pt"
+    shutil.copy(path, base / "kept.pt")
     state = torch.load(path, weights_only=True)
     moments = state["state"][max(state["state"])]["exp_avg"]
     moments.view(torch.int32).flatten()[0] ^= 1
     torch.save(state, path)
     with pytest.raises(BadInput, match="differ: gen/optim_000002_rank0.pt.*exp_avg"):
         soak.compare("one", "two")
-    shutil.copy(pair / "kept.pt", path)
-    log = pair / "runs" / "two" / "metrics.jsonl"
+    shutil.copy(base / "kept.pt", path)
+    log = base / "runs" / "two" / "metrics.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     lines[1]["gen/loss"] = math.nextafter(lines[1]["gen/loss"], math.inf)
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(BadInput, match=r"differ: metrics.jsonl\[1\]\['gen/loss'\]"):
         soak.compare("one", "two")
-
-
-def test_the_plot_and_its_table_are_written(pair, tmp_path):
-    soak.plot("one", str(tmp_path / "out"))
-    header, first, _ = (tmp_path / "out" / "one.csv").read_text().splitlines()
-    assert header == "step,role,resident_gb,open_files,timing_s/step" and first.startswith("0,generator,")
-    assert (tmp_path / "out" / "one.png").stat().st_size > 1000
 
 
 def test_what_is_killed_comes_to_its_end(monkeypatch, capsys):

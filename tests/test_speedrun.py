@@ -1,9 +1,5 @@
-"""
-runs/speedrun.sh: both scales give every script flags that it takes, in the order of the stages, and the computed
-figures of dev/stack.md are its own.
-
-    python -m pytest tests/test_speedrun.py -q
-"""
+"""runs/speedrun.sh: both scales give every script flags that it takes, in the order of the stages, and the computed
+figures of dev/stack.md are its own."""
 import importlib
 import os
 import re
@@ -74,15 +70,13 @@ def test_every_stage_takes_its_flags(tmp_path, scale):
     assert (calls[1][0] == "hf") == (scale == "full")
 
 
-def test_text_that_is_not_whole_is_made_again(tmp_path):
+def test_text_that_is_not_whole_is_made_again_and_an_unknown_scale_refused(tmp_path):
     names = [script_and_flags(call)[0] for call in calls_of(tmp_path, "tiny", "shard_00002.jsonl")]
     assert names == ["task_text", *STAGES]
-
-
-def test_an_unknown_scale_is_refused(tmp_path):
-    done = speedrun(tmp_path, "huge")
+    (tmp_path / "new").mkdir()
+    done = speedrun(tmp_path / "new", "huge")
     assert done.returncode == 2 and done.stderr.strip() == "SCALE=huge: full or tiny"
-    assert os.listdir(tmp_path) == ["runs"]
+    assert os.listdir(tmp_path / "new") == ["runs"]
 
 
 def test_the_figures_of_the_page_are_computed(tmp_path, capsys):

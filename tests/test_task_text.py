@@ -1,8 +1,4 @@
-"""
-Text for rehearsing pretraining is there as a whole or not at all, and nothing that was there is overwritten.
-
-    python -m pytest tests/test_task_text.py -q
-"""
+"""Text for rehearsing pretraining is there as a whole or not at all, and nothing that was there is overwritten."""
 import os
 import signal
 import subprocess
@@ -28,6 +24,10 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
 @pytest.fixture
 def there(tmp_path) -> Path:
     """A folder with text, beside which nothing is."""
@@ -36,17 +36,17 @@ def there(tmp_path) -> Path:
     return tmp_path / "tx"
 
 
-@pytest.mark.parametrize("name", ["shard_00000.jsonl", "shard_00007.parquet", "notes.txt"])
-def test_a_folder_that_holds_something_is_refused(capsys, tmp_path, name):
-    (tmp_path / "tx").mkdir()
-    (tmp_path / "tx" / name).write_text("mine")
-    line = refused(capsys, tmp_path, task_text, *TASK_FLAGS, "--out", f"{tmp_path}/tx")
-    assert line == f"error: {tmp_path}/tx holds {name}: give --out a folder that is empty or not there yet"
-
-
-def test_fewer_shards_do_not_come_beside_those_of_another_task(capsys, there):
-    assert "holds shard_00000.jsonl" in refused(capsys, there.parent, task_text, "--task", "last_letter", "--out",
-                                                str(there), "--num-shards", "2")
+def test_a_folder_that_holds_something_is_refused(capsys, there):
+    """Also a user's own of the name that is written to first."""
+    for name in ("shard_00000.jsonl", "shard_00007.parquet", "notes.txt"):
+        for file in there.iterdir():
+            file.unlink()
+        (there / name).write_text("mine")
+        line = refused(capsys, there.parent, task_text, "--task", "last_letter", "--out", str(there), "--num-shards", "2")
+        assert line == f"error: {there} holds {name}: give --out a folder that is empty or not there yet"
+    (there.parent / "new.partial").mkdir()
+    (there.parent / "new.partial" / "mine.txt").touch()
+    assert "new.partial holds mine.txt" in refused(capsys, there.parent, task_text, "--out", f"{there.parent}/new")
 
 
 @pytest.mark.parametrize("out", ["tx", "tx/", "link", "a/b/tx"])
@@ -74,24 +74,12 @@ def test_what_a_killed_call_wrote_is_not_taken_for_the_text_and_is_made_anew(tmp
     assert all((tmp_path / "killed" / name).read_bytes() == (there / name).read_bytes() for name in SHARDS)
 
 
-def test_a_user_s_own_folder_of_that_name_is_left_alone(capsys, tmp_path):
-    (tmp_path / "tx.partial").mkdir()
-    (tmp_path / "tx.partial" / "mine.txt").touch()
-    assert "tx.partial holds mine.txt" in refused(capsys, tmp_path, task_text, "--out", f"{tmp_path}/tx")
-
-
-def test_what_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(CannotWrite, match=r"/tx cannot be written: No space left"):
+def test_two_calls_on_one_folder_do_not_disturb_each_other(tmp_path, monkeypatch):
+    """The second comes while the first writes its last shard. What cannot be written leaves nothing."""
+    with monkeypatch.context() as patch, pytest.raises(CannotWrite, match=r"/tx cannot be written: No space left"):
+        patch.setattr(os, "rename", full)
         write(tmp_path / "tx")
     assert names(tmp_path) == []
-
-
-def test_two_calls_on_one_folder_do_not_disturb_each_other(tmp_path, monkeypatch):
-    """The second comes while the first writes its last shard."""
     real, seconds = task_text.whole_file, []
 
     def in_between(path):

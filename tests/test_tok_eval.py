@@ -1,8 +1,4 @@
-"""
-The compression table, encodings that are not on this machine, and tokenizers that lose text.
-
-    python -m pytest tests/test_tok_eval.py -q
-"""
+"""The compression table, encodings that are not on this machine, and tokenizers that lose text."""
 import hashlib
 import os
 
@@ -65,20 +61,24 @@ def test_a_damaged_file_in_the_cache_counts_as_absent(bytewise, tmp_path):
     assert tiktoken.load.read_file.__module__ == "tiktoken.load"  # put back
 
 
-def test_files_are_read_byte_for_byte(bytewise, tmp_path, capsys):
+def test_files_are_read_byte_for_byte(bytewise, tmp_path, monkeypatch, capsys):
+    """One that takes long is told, one that cannot be read is bad input."""
     path = tmp_path / "dos.txt"
     path.write_bytes("a\r\nβ\n".encode())
     run("--data", str(path), "--compare", "")
     assert capsys.readouterr().out.splitlines()[1].split() == [str(path), "6", "|", "6", "1.00"]
-
-
-def test_a_file_that_takes_long_to_encode_is_told(bytewise, tmp_path, monkeypatch, capsys):
-    path = tmp_path / "long.txt"
-    path.write_text("abc" * 10)
-    monkeypatch.setattr(dataloader, "LONG", 30)
+    monkeypatch.setattr(dataloader, "LONG", 5)
     run("--data", str(path), "--compare", "")
-    line = f"{path}: encoding a document of 30 characters, which takes a while"
+    line = f"{path}: encoding a document of 5 characters, which takes a while"
     assert capsys.readouterr().out.splitlines()[0] == line
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "empty.txt").write_bytes(b"")
+    for name, complaint in (("latin", "latin.txt: not UTF-8 at byte 3"), ("empty", "empty.txt: is empty"),
+                            ("none", "none.txt: No such file")):
+        with pytest.raises(BadInput, match=complaint):
+            run("--data", str(tmp_path / f"{name}.txt"))
+    with pytest.raises(BadInput, match="--compare gpt5: tiktoken has .*gpt2"):
+        run("--compare", "gpt5")
 
 
 def test_a_tokenizer_that_loses_text_ends_with_code_2(bytewise, capsys):
@@ -121,18 +121,3 @@ def test_the_space_that_an_imported_tokenizer_puts_first_is_no_loss(bytewise):
     tokenizer.lost = b"t", b"u"
     with pytest.raises(BadInput, match="does not give back the text x: from byte 0 it has b' a uexu', not b'a text'"):
         tok_eval.check_round_trip(tokenizer, "x", "a text")
-
-
-def test_what_cannot_be_read_is_bad_input(bytewise, tmp_path):
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "empty.txt").write_bytes(b"")
-    for name, complaint in (("latin", "latin.txt: not UTF-8 at byte 3"), ("empty", "empty.txt: is empty"),
-                            ("none", "none.txt: No such file")):
-        with pytest.raises(BadInput, match=complaint):
-            run("--data", str(tmp_path / f"{name}.txt"))
-    with pytest.raises(BadInput, match="--compare gpt5: tiktoken has .*gpt2"):
-        run("--compare", "gpt5")
-
-
-def test_the_samples_are_texts_of_several_scripts():
-    assert len(tok_eval.SAMPLES) == 5 and len(tok_eval.SAMPLES["greek"].encode()) > 1.7 * len(tok_eval.SAMPLES["greek"])

@@ -1,11 +1,5 @@
-"""
-Checkpoints as upstream writes them, loaded and run: logits of the formulas in float64, from a fixture
-(make_upstream_fixture.py).
-
-    python -m pytest tests/test_upstream.py -q
-
-What is missing, damaged or hostile in such a file: test_checkpoint.py; tokenizers: test_tokenizer.py.
-"""
+"""Checkpoints as upstream writes them, loaded and run: logits of the formulas in float64, from a fixture
+(make_upstream_fixture.py). What is missing, damaged or hostile in such a file: test_checkpoint.py."""
 import json
 
 import pytest
