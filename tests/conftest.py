@@ -1,9 +1,8 @@
-"""Fixtures: a base directory with a tokenizer and a tiny pair of models, made once per test session, and a judge.
+"""Fixtures: a base directory with a tokenizer, a tiny pair of models and a judge, made once per test session.
 
-The weights are written by hand: what it says is known beforehand, on every CPU, and holds texts of all kinds:
-right and wrong, read and unreadable, ended and cut. The next token's log-odds are the sum of three tables: what follows
-the last mark, what follows the mark before it, and what was heard: a leaning of each by the digits and operators of the
-prompt. So solutions and verifications are mostly in form, and differ from prompt to prompt and from sample to sample.
+The weights are written by hand: what is said is known beforehand, on every CPU, and is of all kinds: right and wrong,
+read and unreadable, ended and cut. The next token's log-odds are the sum of three tables: what follows the last mark,
+what follows the mark before it, and what was heard: a leaning of each by the digits and operators of the prompt.
 """
 import argparse
 import contextlib
@@ -92,7 +91,8 @@ def shorten_starts() -> None:
         task, split, FEW if num < 0 and not hasattr(task, "num_problems") else num)
     base_train.machine_speed = lambda device, dtype: (1e11, 1e10)
     check_config, sound, normal = checkpoint.check_config, set(), torch.nn.init.normal_
-    torch.nn.init.normal_ = lambda x, *args, **options: x if x.is_meta else normal(x, *args, **options)
+    torch.nn.init.normal_ = lambda tensor, *args, **options: (
+        tensor if tensor.is_meta else normal(tensor, *args, **options))
 
     def check_once(config, path: str) -> None:
         if repr(config) not in sound:
@@ -103,8 +103,7 @@ def shorten_starts() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def prepared_once():
-    """Triton's interpreter prepares its language anew whenever a kernel calls a function: once per launch is enough,
-    and the rest a third of its time."""
+    """Triton's interpreter prepares its language whenever a kernel calls a function: once per launch is enough."""
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         return
     import triton.language as tl
@@ -120,21 +119,17 @@ def prepared_once():
             return scope()
         prepared.update(modules)
         return prepare(function)
-
-    def restore_and_forget(self):
-        restore(self)
-        prepared.clear()
-    interpreter._patch_lang, scope.restore = prepare_once, restore_and_forget
+    interpreter._patch_lang, scope.restore = prepare_once, lambda self: (restore(self), prepared.clear())
 
 
 def pytest_collection_finish():
-    """What thousands of collected tests hold stays to the end: no later garbage collection looks through it."""
+    """No later garbage collection looks through what thousands of collected tests hold."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # or extensions complain of what is left at the end
+    gc.unfreeze()  # or extensions complain at the end
 
 
 def pytest_collection_modifyitems(items):
@@ -165,9 +160,19 @@ def rl_flags(*flags: str) -> list[str]:
     recipe = flags[flags.index("--recipe") + 1] if "--recipe" in flags else "tango"
     known = known_flags(recipe) if recipe in recipes.names() else known_flags.__wrapped__(recipe)
     labels = ["--labels", os.path.join(os.environ["NANOCHAT_BASE_DIR"], "labels.jsonl")] if "--labels" in known else []
-    task = [word for name, words in OTHER_TASKS.items() if name in flags for word in words]
-    return [*COMMON_RL_FLAGS, *task, *labels, *(word for words in TANGO_FLAGS if words[0] in known for word in words),
-            *flags]
+    own = [word for words in TANGO_FLAGS if words[0] in known for word in words]
+    return [*COMMON_RL_FLAGS, *OTHER_TASKS.get(recipe, []), *labels, *own, *flags]
+
+
+def random_model(n_layer: int = 2, seed: int = 0, dtype=torch.float64, n_embd: int = 48, context: int = 64,
+                 window: str = "L"):
+    """A model whose every parameter is random: gates, smear, backout and lambdas take part."""
+    from nanochat.gpt import GPT, GPTConfig
+    model, draw = GPT(GPTConfig(context, 265, n_layer, 2, 1, n_embd, window), dtype).to(dtype), torch.Generator()
+    draw.manual_seed(seed)
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=draw, dtype=dtype) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+    return model
 
 
 def crafted_model(tokenizer, role: str, seed: int):
@@ -225,9 +230,8 @@ def crafted_model(tokenizer, role: str, seed: int):
 
 @pytest.fixture(scope="session")
 def sft_base(tmp_path_factory):
-    """A base directory that holds a tokenizer and the pair tiny and tiny-ver as SFT leaves it, but of crafted weights:
-    what a test finds then rests on nothing that a training run happens to learn. tiny-judge judges several solutions
-    together, in all forms."""
+    """A base directory that holds a tokenizer and the pair tiny and tiny-ver as SFT leaves it, but of crafted weights.
+    tiny-judge judges several solutions together, in all forms."""
     from nanochat.checkpoint import save_model
     from nanochat.tokenizer import Tokenizer
     from scripts import chat_sft, tok_train
@@ -270,8 +274,8 @@ def base(sft_base, tmp_path, monkeypatch):
 
 
 def on_ranks(world: int, share, *args) -> None:
-    """Runs share(*args), a function of a test's module, on so many ranks. They are forks of a server that has imported
-    torch and the trainer, so a start takes no second."""
+    """Runs share(*args), a function of a test's module, on so many ranks, forks of a server with torch and the
+    trainer."""
     multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "scripts.tango_rl"])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(as_rank, args=(world, folder, dict(os.environ), share, args),
@@ -288,7 +292,8 @@ def as_rank(rank: int, world: int, folder: str, environment: dict, share, args: 
     os.environ |= {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     share(*args)
-    end_rank()
+    torch.distributed.destroy_process_group()
+    os._exit(0)  # as script_main does: Gloo's threads may abort the interpreter's shutdown
 
 
 def scripts_on_two_ranks(*calls: tuple[str, list[str]]) -> str:
@@ -306,14 +311,9 @@ def run_scripts(calls, path: str) -> None:
             script.main(parse(script, flags))
 
 
-def end_rank() -> None:
-    """Ends a rank that has done its work, as script_main does: Gloo's threads may abort the interpreter's shutdown."""
-    torch.distributed.destroy_process_group()
-    os._exit(0)
-
 
 def without_waiting(work) -> None:
-    """Runs work on a GPU twice, the second time such that waiting for the GPU is an error: compiling may wait."""
+    """Runs work on a GPU twice: compiling may wait for it, and the second time that is an error."""
     work()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,5 +1,5 @@
-"""The benchmark scripts run, say what they ran in one line of JSON, and refuse what cannot work; the floors are the ones
-written down."""
+"""The benchmark scripts run, say what they ran in one line of JSON, and refuse what cannot work; the floors are the
+ones written down."""
 import json
 
 import pytest

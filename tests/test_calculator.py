@@ -1,5 +1,5 @@
-"""The calculator: what it accepts and what it refuses, that nothing can make it raise, run code or work for long, and its
-tool calls in a row."""
+"""The calculator: what it accepts and what it refuses, that nothing can make it raise, run code or work for long, and
+its tool calls in a row."""
 import ast
 import gc
 import inspect

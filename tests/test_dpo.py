@@ -84,6 +84,20 @@ def drawn_by(t: Play) -> dict:
     return drawn
 
 
+def writing(t: Play, texts: dict[str, list[str]]) -> Play:
+    """The play, each of whose draws gives these completions over and over, in place of random ones. t.asked: draw ->
+    the problem of each; t.tools: draw -> the tool that it may call."""
+    t.asked, t.tools = {}, {}
+
+    def sample(draw, prompts, num=None, *, tool=None, **_):
+        prompts = [prompt for prompt in prompts for _ in range(num or t.draws[draw].num_samples)]
+        t.asked[draw], t.tools[draw] = [prompt.problem for prompt in prompts], tool
+        given = [texts[draw][n % len(texts[draw])] for n in range(len(prompts))]
+        return t.written(t.draws[draw].role, prompts, given).with_prompts(prompts)
+    t.sample = sample
+    return t
+
+
 def weights_of(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 

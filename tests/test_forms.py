@@ -10,9 +10,12 @@ import pytest
 from conftest import TASK_FLAGS, parse
 
 from nanochat.common import BadInput
+from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.records.prompts import Verification, parse_choice, parse_scores, parse_verification
+from nanochat.rl.verify import demonstrations
 from nanochat.rl.verify.forms import (FORMS, believed_score, check_form, form_prompt, judged_together, one_bare,
                                       preferred, strength)
+from nanochat.storage.files import path_of
 from scripts import chat_sft
 from tasks import make_task
 from tasks.chain import Chain
@@ -56,10 +59,9 @@ def test_what_the_verifier_believes_wrongly_decides_its_choice():
     assert said["pair"].endswith("=B") and said["graded"].endswith("=B1") and said["scores"].endswith("=4,10")
 
 
-@pytest.mark.parametrize("form", ["pair", "solve_pair"])
-def test_a_choice_between_solutions_that_look_alike_is_left_to_chance(form):
-    choices = {demo(form, RIGHT, RIGHT, seed=seed)[-1] for seed in range(20)}
-    assert choices == {"A", "B"}
+def test_a_choice_between_solutions_that_look_alike_is_left_to_chance():
+    for form in ("pair", "solve_pair"):
+        assert {demo(form, RIGHT, RIGHT, seed=seed)[-1] for seed in range(20)} == {"A", "B"}
 
 
 def test_a_solution_without_an_answer_agrees_with_nothing_and_forges_nothing():
@@ -80,9 +82,8 @@ def test_every_form_ends_with_what_its_parser_reads():
 
 # By hand
 
-@pytest.mark.parametrize("better, worse, expected", [(0, 0, 1), (0, 1, 1), (0, 2, 2), (1, 4, 3), (0, 9, 3), (2, 0, 1)])
-def test_a_strength_is_the_difference_of_wrong_steps_from_1_to_3(better, worse, expected):
-    assert strength(better, worse) == expected
+def test_a_strength_is_the_difference_of_wrong_steps_from_1_to_3():
+    assert [strength(*pair) for pair in ((0, 0), (0, 1), (0, 2), (1, 4), (0, 9), (2, 0))] == [1, 1, 2, 3, 3, 1]
 
 
 def verification(steps: str, verdict: bool | None) -> Verification:
@@ -98,11 +99,10 @@ def test_the_preferred_one_by_verdicts_then_by_steps(first, second, expected):
     assert preferred(verification(*first), verification(*second), random.Random(0)) == expected
 
 
-@pytest.mark.parametrize("steps, verdict, num, score", [
-    ("TTTT", True, 2, 10), ("TTTT", False, 2, 9), ("TTTF", False, 2, 6), ("FF", False, 2, 0), ("", None, 2, 0),
-    ("TT", True, 1, 1), ("TT", False, 1, 0), ("TT", None, 1, 0)])
-def test_a_believed_score(steps, verdict, num, score):
-    assert believed_score(verification(steps, verdict), num) == score
+def test_a_believed_score():
+    for steps, verdict, num, score in (("TTTT", True, 2, 10), ("TTTT", False, 2, 9), ("TTTF", False, 2, 6),
+                                       ("FF", False, 2, 0), ("", None, 2, 0), ("TT", True, 1, 1), ("TT", False, 1, 0)):
+        assert believed_score(verification(steps, verdict), num) == score
 
 
 # Which solutions
@@ -142,8 +142,8 @@ def test_a_single_solution_draws_nothing_so_that_demonstrations_of_steps_stay_wh
 
 def demonstration(*flags: str) -> str:
     args = parse(chat_sft, [*TASK_FLAGS, "--role", "verifier", *flags])
-    tokenizer = chat_sft.load_tokenizer(chat_sft.path_of("tokenizer"))
-    ids, mask = chat_sft.demonstration(args, make_task(args), tokenizer, 3, [], 256)
+    tokenizer = load_tokenizer(path_of("tokenizer"))
+    ids, mask = demonstrations.demonstration(args, make_task(args), tokenizer, 3, [], 256)
     return "".join(tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m == part][2 * (1 - part): -1])
                    for part in (0, 1))
 
@@ -156,54 +156,40 @@ def test_sft_shows_the_form_that_is_asked_for(base):
     assert demonstration("--verifier-form", "scores", "--num-judged", "3").count("|") == 4
 
 
-@pytest.mark.parametrize("form, num, words", [("pears", 2, "--verifier-form pears: there are steps, pair"),
-                                              ("scores", 0, "--num-judged 0: must be from 1 to 26"),
-                                              ("scores", 27, "--num-judged 27: must be from 1 to 26")])
-def test_forms_that_there_are_not_are_refused(form, num, words):
+@pytest.mark.parametrize("words, flags", [
+    ("--verifier-form solve_pair: task last_letter has no verifier_solution_demo",
+     ["--verifier-form", "solve_pair", "--task", "last_letter"]),
+    ("--num-judged 27: must be from 1 to 26", ["--verifier-form", "scores", "--num-judged", "27"]),
+    ("--bare-share 0.5: is of --verifier-form pair", ["--bare-share", "0.5"]),
+    ("--bare-share 0.5: is of --verifier-form pair", ["--bare-share", "0.5", "--verifier-form", "scores"]),
+    ("--cut-share 0.5: is of a verifier's demonst", ["--cut-share", "0.5", "--verifier-form", "pair"]),
+    ("--cut-share 0.5: is of a verifier's demonst", ["--cut-share", "0.5", "--role", "generator"])])
+def test_what_a_form_or_a_task_does_not_have_is_refused(words, flags):
+    args = parse(chat_sft, [*TASK_FLAGS, "--role", "verifier", *flags])
     with pytest.raises(BadInput, match=words):
-        check_form(task_of(), form, num)
-
-
-def test_a_task_that_cannot_demonstrate_a_form_is_named():
-    with pytest.raises(BadInput, match="--verifier-form solve_pair: task last_letter has no verifier_solution_demo"):
-        check_form(task_of("--task", "last_letter"), "solve_pair", 2)
-    check_form(task_of("--task", "last_letter"), "pair", 2)
+        chat_sft.check_args(args, make_task(args), 1)
 
 
 def test_other_tasks_show_pairs_too():
     task = task_of("--task", "last_letter", "--last-letter-verifier-error", "0")
     problem = Problem("sft", 0, "grape lemon", "en")
+    check_form(task, "pair", 2)
     text = FORMS["pair"].demo(task, problem, ["grape:e;lemon:en;=en", "grape:e;lemon:em;=em"], random.Random(0))
     assert text == "A;grape:eT;lemon:enT;B;grape:eT;lemon:enF;=A"
 
 
 def test_a_single_solution_is_asked_about_as_before(base):
-    tokenizer = chat_sft.load_tokenizer(chat_sft.path_of("tokenizer"))
+    tokenizer = load_tokenizer(path_of("tokenizer"))
     assert tokenizer.decode(form_prompt(tokenizer, Chain.fmt, "steps", "1+1", ["1+1:2;=2"])[2:-2]) == "1+1|1+1:2;=2|1"
-
-
-@pytest.mark.parametrize("flags", [["--bare-share", "1.5", "--verifier-form", "pair"],
-                                   ["--bare-share", "0.5"], ["--bare-share", "0.5", "--verifier-form", "scores"]])
-def test_only_pairs_have_a_bare_side(flags):
-    with pytest.raises(BadInput, match="--bare-share .*: must be from 0 to 1, and is of --verifier-form pair"):
-        chat_sft.main(parse(chat_sft, [*TASK_FLAGS, "--role", "verifier", *flags]))
 
 
 # Unfinished solutions
 
-@pytest.mark.parametrize("flags", [["--cut-share", "-0.1"], ["--cut-share", "1.5"],
-                                   ["--cut-share", "0.5", "--verifier-form", "pair"],
-                                   ["--cut-share", "0.5", "--role", "generator"]])
-def test_only_single_solutions_are_cut(flags):
-    with pytest.raises(BadInput, match="--cut-share .*: must be from 0 to 1, and is of a verifier's demonstrations"):
-        chat_sft.main(parse(chat_sft, [*TASK_FLAGS, "--role", "verifier", *flags]))
-
-
 def test_a_beginning_ends_after_any_of_the_steps():
     fmt = task_of().fmt
-    cut = {chat_sft.beginning(fmt, "1+1:2;2*2:4;=4", random.Random(seed)) for seed in range(20)}
+    cut = {demonstrations.beginning(fmt, "1+1:2;2*2:4;=4", random.Random(seed)) for seed in range(20)}
     assert cut == {"1+1:2;", "1+1:2;2*2:4;"}
-    assert chat_sft.beginning(fmt, "=4", random.Random(0)) == "=4"  # no step to end after
+    assert demonstrations.beginning(fmt, "=4", random.Random(0)) == "=4"  # no step to end after
 
 
 @pytest.mark.parametrize("task", ["chain", "last_letter", "lookup", "rewrite"])

@@ -1,9 +1,5 @@
-"""
-What is sampled is the model as it is: after every way in which weights change, the logprobs that sampling records are
-those of the trainer, and no longer those of the weights before.
-
-    python -m pytest tests/test_fresh_weights.py -q
-"""
+"""What is sampled is the model as it is: after every way in which weights change, the logprobs that sampling records
+are those of the trainer, and no longer those of the weights before."""
 import copy
 from types import SimpleNamespace
 
@@ -39,7 +35,6 @@ MODELS = {
 # Largest difference of a token's logprob: what rounding may make, and what the changes below make at least.
 CLOSE, APART = {torch.float32: 1e-3, torch.bfloat16: 0.1}, 1.0
 LR = 0.1  # a step moves each weight by about as much as it is
-every_model = pytest.mark.parametrize("name", list(MODELS))
 every_dtype = pytest.mark.parametrize("dtype", list(CLOSE), ids=["fp32", "bf16"])
 
 
@@ -115,8 +110,8 @@ def trained_by_pretraining(model, optimizers=None):
 
 @every_dtype
 @pytest.mark.parametrize("name, training", [
-    *((name, way) for name in MODELS for way in (trained_by_rl, trained_by_sft, trained_by_sft_with_adamw)),
-    ("own", trained_by_pretraining)], ids=lambda x: getattr(x, "__name__", x))
+    *((name, way) for name in MODELS for way in (trained_by_rl, trained_by_sft)),
+    ("own", trained_by_sft_with_adamw), ("own", trained_by_pretraining)], ids=lambda x: getattr(x, "__name__", x))
 def test_sampling_follows_a_step_of_training(name, training, dtype):
     model = model_of(name, dtype)
     check_follows(model, training(model))
@@ -145,42 +140,20 @@ def test_sampling_follows_a_shared_trunk_that_the_other_role_trains(name, head, 
 
 
 @every_dtype
-@every_model
-def test_sampling_follows_weights_that_are_copied(name, dtype):
+@pytest.mark.parametrize("name", MODELS)
+def test_sampling_follows_weights_that_are_copied_restored_written_and_loaded(name, dtype, tmp_path, monkeypatch):
+    """Restored into one that was sampled from already. Written by hand, past autograd's count of changes: as optimizers
+    that make one pass over memory do."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     t = play_of(source=model_of(name, dtype, 1), snapshot=model_of(name, dtype, 0))
     check_follows(t.roles["snapshot"].model, lambda: t.copy_weights("source", "snapshot"))
-
-
-@every_dtype
-@every_model
-def test_sampling_follows_weights_that_are_restored(name, dtype):
-    """Into the model of a run that is continued, and into one that was sampled from already."""
     model, state = model_of(name, dtype, 0), model_of(name, dtype, 1).state_dict()
     check_follows(model, lambda: restore_model(model, state, "a file"))
-
-
-@every_dtype
-@every_model
-def test_a_model_that_was_loaded_samples_its_files_weights(name, dtype, tmp_path, monkeypatch):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    model = model_of(name, dtype)
-    check_follows(model, trained_by_rl(model))
+    before, version = copy.deepcopy(model), model.lm_head.weight._version
+    assert gap(model, before) < CLOSE[dtype]
+    model.lm_head.weight.data.mul_(-1.0)
+    assert model.lm_head.weight._version == version
+    assert gap(model, model) < CLOSE[dtype] and gap(model, before) > APART
     save_model("sft", "x", 1, model, {})
     loaded, _ = load_model("sft", "x", CPU, dtype)
     assert not is_sharded(loaded) and gap(loaded, model) < CLOSE[dtype] and gap(model, loaded) < CLOSE[dtype]
-
-
-@every_dtype
-@every_model
-def test_sampling_follows_a_weight_that_is_written_without_a_trace(name, dtype):
-    """By hand, past autograd's count of changes: as optimizers that make one pass over memory do."""
-    model = model_of(name, dtype)
-    version = model.lm_head.weight._version
-
-    def write():
-        model.lm_head.weight.data.mul_(-1.0)
-        assert model.lm_head.weight._version == version
-    before = copy.deepcopy(model)
-    assert gap(model, before) < CLOSE[dtype]
-    write()
-    assert gap(model, model) < CLOSE[dtype] and gap(model, before) > APART

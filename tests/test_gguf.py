@@ -1,12 +1,9 @@
-"""
-GGUF files against transformers, which reads the same ones: weights, logits, greedy text and token ids of every type of
-tensor; then files that must be refused.
-
-    python -m pytest tests/test_gguf.py -q
-"""
+"""GGUF files against transformers, which reads the same ones: weights, logits, greedy text and token ids of every type
+of tensor; then files that must be refused."""
 import copy
 import functools
 import json
+import re
 import struct
 import sys
 
@@ -160,10 +157,7 @@ def write_model(path, model, kind: Type = Type.F32, **changes):
 QUANTISED = [kind for kind in Type if kind.name not in STORED and kind in gguf.quants._type_traits]
 CASES = [(family, Type[name]) for family in FAMILIES for name in STORED]
 CASES += [(FAMILIES[i % 3], kind) for i, kind in enumerate(QUANTISED)]
-
-
-def test_many_types_are_tried():
-    assert len(QUANTISED) >= 20 and {Type.Q4_0, Type.Q8_0, Type.Q4_K, Type.Q6_K, Type.IQ4_XS} <= set(QUANTISED)
+assert len(QUANTISED) >= 20 and {Type.Q4_0, Type.Q8_0, Type.Q4_K, Type.Q6_K, Type.IQ4_XS} <= set(QUANTISED)
 
 
 @torch.no_grad()
@@ -195,13 +189,13 @@ def test_a_head_of_its_own_and_biases_are_read(family, tmp_path):
     assert (ours(ids) - model(ids).logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("kind", [Type.F32, Type.Q8_0])
-def test_a_head_that_repeats_the_embedding_is_tied(kind, tmp_path):
-    model = small_model("qwen2")
-    metadata, tensors = model_metadata(model.config) | tokenizer_metadata("qwen2", 640), model_tensors(model, kind)
-    repeated = tensors | {"output.weight": tensors["token_embd.weight"]}
-    _, ours = read_gguf(str(write(tmp_path / "m.gguf", "qwen2", metadata, repeated)))
-    assert ours.config.tied and ours.lm_head.weight is ours.model.embed_tokens.weight
+def test_a_head_that_repeats_the_embedding_is_tied(tmp_path):
+    for kind in (Type.F32, Type.Q8_0):
+        model = small_model("qwen2")
+        metadata, tensors = model_metadata(model.config) | tokenizer_metadata("qwen2", 640), model_tensors(model, kind)
+        repeated = tensors | {"output.weight": tensors["token_embd.weight"]}
+        _, ours = read_gguf(str(write(tmp_path / "m.gguf", "qwen2", metadata, repeated)))
+        assert ours.config.tied and ours.lm_head.weight is ours.model.embed_tokens.weight
 
 
 def test_numbers_keep_their_dtype_where_all_fit(tmp_path):
@@ -271,26 +265,21 @@ def tokenizer_of(path) -> HFTokenizer:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_are_those_of_the_original_tokenizer(kind, files):
+def test_ids_and_prompts_are_those_of_the_original_tokenizer_and_of_transformers(kind, files):
+    """Reading a GGUF file, transformers leaves out three things that the original tokenizers have: SmolLM2's way with
+    digits, Qwen2's normal form, and Llama 3's words that are looked up before they are merged (there are none here)."""
     library, ours = KINDS[kind][0](), tokenizer_of(files / f"{kind}.gguf")
     again = Library.from_str(ours.files["tokenizer.json"].decode())
+    theirs = AutoTokenizer.from_pretrained(files, gguf_file=f"{kind}.gguf")
+    if kind == "smollm":
+        theirs.backend_tokenizer.pre_tokenizer = smollm().pre_tokenizer
     for text in TEXTS:
         assert ours.encode(text) == library.encode(text, add_special_tokens=False).ids, text
         # Also where no merge of this small vocabulary shows it.
         assert again.pre_tokenizer.pre_tokenize_str(text) == library.pre_tokenizer.pre_tokenize_str(text), text
-    assert ours.vocab_size == library.get_vocab_size()  # what fills the vocabulary up is no token
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ids_and_prompts_are_those_of_transformers(kind, files):
-    """Reading a GGUF file, it leaves out three things that the original tokenizers have: SmolLM2's way with digits,
-    Qwen2's normal form, and Llama 3's words that are looked up before they are merged (there are none here)."""
-    theirs, ours = AutoTokenizer.from_pretrained(files, gguf_file=f"{kind}.gguf"), tokenizer_of(files / f"{kind}.gguf")
-    if kind == "smollm":
-        theirs.backend_tokenizer.pre_tokenizer = smollm().pre_tokenizer
-    for text in TEXTS:
         if kind != "qwen2" or "\u0301" not in text:
             assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text
+    assert ours.vocab_size == library.get_vocab_size()  # what fills the vocabulary up is no token
     messages = [{"role": "user", "content": "What is 12 * 12?"}]
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert kind == "llama-bpe" or ours.render_chat(messages) == expected  # its template writes today's date
@@ -298,24 +287,20 @@ def test_ids_and_prompts_are_those_of_transformers(kind, files):
     assert ours.decode(ours.encode("naïve 東京 🙂\n 12")) == "naïve 東京 🙂\n 12"
 
 
-def test_words_of_llama_3_are_looked_up_before_they_are_merged(tmp_path):
+def test_words_of_llama_3_are_looked_up_first_and_a_text_begins_with_bos_unless_the_file_says_otherwise(tmp_path):
+    metadata, tensors = dict(tokenizer_metadata("llama-bpe")), {"x": ones(1, 1)}
+    del metadata["tokenizer.chat_template"]
+    bos = [metadata["tokenizer.ggml.bos_token_id"]]
+    for said, prompt in (({}, bos), ({"tokenizer.ggml.add_bos_token": False}, [])):
+        ours = tokenizer_of(write(tmp_path / "m.gguf", "llama", metadata | said, tensors))
+        assert not ours.has_template and ours.render_prompt("the cat") == prompt + ours.encode("the cat\n\n")
     metadata = copy.deepcopy(tokenizer_metadata("llama-bpe"))
     i = metadata["tokenizer.ggml.tokens"].index("<|eot_id|>")
     metadata["tokenizer.ggml.tokens"][i - 1: i - 1] = ["zqzq"]  # no merges lead to it
     metadata["tokenizer.ggml.token_type"][i - 1: i - 1] = [NORMAL]
     metadata["tokenizer.ggml.eos_token_id"] += 1
-    ours = tokenizer_of(write(tmp_path / "m.gguf", "llama", metadata, {"x": ones(1, 1)}))
+    ours = tokenizer_of(write(tmp_path / "m.gguf", "llama", metadata, tensors))
     assert [ours.tokens[token] for token in ours.encode("zqzq")] == ["zqzq"]
-
-
-def test_a_text_of_llama_3_begins_with_bos_unless_the_file_says_otherwise(tmp_path):
-    metadata = dict(tokenizer_metadata("llama-bpe"))
-    del metadata["tokenizer.chat_template"]
-    tensors = {"x": ones(1, 1)}
-    bos = metadata["tokenizer.ggml.bos_token_id"]
-    for said, prompt in (({}, [bos]), ({"tokenizer.ggml.add_bos_token": False}, [])):
-        ours = tokenizer_of(write(tmp_path / "m.gguf", "llama", metadata | said, tensors))
-        assert not ours.has_template and ours.render_prompt("the cat") == prompt + ours.encode("the cat\n\n")
 
 
 # The script
@@ -374,100 +359,90 @@ def patched(old: bytes, new: bytes):
 
 HEADER = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
 NAME = struct.pack("<Q", 1) + b"k"
-BAD = {  # what is written, what the line says
-    "nothing": (written(), "is empty"),
-    "another file": (written(b"PK\3\4 and more"), "is no GGUF file"),
-    "version 1": (written(b"GGUF", struct.pack("<IQQ", 1, 0, 0)), "version 1 of GGUF is not read; there are 2 and 3"),
-    "of a big-endian machine": (written(b"GGUF", struct.pack(">IQQ", 3, 0, 0)), "version 50331648 of GGUF"),
-    "cut in the magic": (cut(3), "is no GGUF file"),
-    "cut in the counts": (cut(17), "is truncated: it ends at byte 17, within its header"),
-    "cut in the header": (cut(3000), "is truncated: it ends at byte 3000, within its header"),
-    "cut in the tensors": (cut(-40), "is truncated: it ends at byte", "and output_norm.weight at byte"),
-    "a text of 2^60 bytes": (written(HEADER, struct.pack("<Q", 2 ** 60)), "is truncated"),
-    "a list of 2^60 numbers": (written(HEADER, NAME, struct.pack("<IIQ", 9, 4, 2 ** 60)), "is truncated"),
-    "a list of 2^60 texts": (written(HEADER, NAME, struct.pack("<IIQ", 9, 8, 2 ** 60)), "is truncated"),
-    "2^60 tensors": (written(b"GGUF", struct.pack("<IQQ", 3, 2 ** 60, 0)), "is truncated"),
-    "lists of lists": (written(HEADER, NAME, struct.pack("<IIQIQ", 9, 9, 1, 9, 1)), "of kind 9"),
-    "an unknown kind of value": (written(HEADER, NAME, struct.pack("<I", 77)), "of kind 77"),
-    "no UTF-8": (written(HEADER, struct.pack("<Q", 2) + b"\xff\xfe"), "no UTF-8"),
-    "a key twice": (written(b"GGUF", struct.pack("<IQQ", 3, 0, 2), (NAME + struct.pack("<II", 4, 7)) * 2),
-                    "k is there twice"),
-    "no metadata": (written(b"GGUF", struct.pack("<IQQ", 3, 0, 0)), "architecture None is not supported"),
-    "an alignment of 0": (changed({"general.alignment": 0}), "general.alignment is 0"),
-    "one part of several": (changed({"split.count": 3}), "is one part of 3"),
-    "another architecture": (changed({"general.architecture": "gemma2"}),
-                             "architecture 'gemma2' is not supported; there are llama, qwen2, qwen3"),
-    "an architecture that is a list": (patched(struct.pack("<I", 8) + struct.pack("<Q", 5) + b"llama",
-                                               struct.pack("<IIQ", 9, 0, 5) + b"llam"), "is truncated"),
-    "experts": (changed({"llama.expert_count": 8}), "llama.expert_count is not supported"),
-    "no layers": (changed({}, drop=("llama.block_count",)), "llama.block_count is missing"),
-    "many layers": (changed({"llama.block_count": 10 ** 6}), "llama.block_count is 1000000, and there are"),
-    "a context in words": (changed({"llama.context_length": "long"}), "llama.context_length is 'long'"),
-    "heads per layer": (changed({"llama.attention.head_count_kv": [2, 1]}), "llama.attention.head_count_kv is [2, 1]"),
-    "heads that do not divide": (changed({"llama.attention.head_count_kv": 3}), "4 heads of 64 and 3 key/value heads"),
-    "partial rotary positions": (changed({"llama.rope.dimension_count": 32}), "llama.rope.dimension_count is 32"),
-    "values of another size": (changed({"llama.attention.value_length": 32}), "llama.attention.value_length is 32"),
-    "another scaling": (changed({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}),
-                        "rotary scaling 'longrope' is not supported"),
-    "a scaling without a factor": (changed({"llama.rope.scaling.type": "linear"}), "without factor"),
-    "a key of the scaling": (changed({"llama.rope.scaling.attn_factor": 2.0}),
-                             "llama.rope.scaling.attn_factor is not supported"),
-    "another scaling as a tensor": (changed({}, {"rope_freqs.weight": (np.full(32, 2, np.float32), Type.F32)}),
-                                   "rope_freqs.weight is no rotary scaling"),
-    "a short scaling": (changed({}, {"rope_freqs.weight": ones(3)}), "rope_freqs.weight is no rotary scaling"),
-    "a tensor too many": (changed({}, {"blk.0.ffn_gate_exps.weight": ones(4, 4)}),
-                          "tensor blk.0.ffn_gate_exps.weight has no place in a llama model"),
-    "a layer too many": (changed({}, {"blk.2.attn_norm.weight": ones(256)}), "blk.2.attn_norm.weight has no place"),
-    "a tensor missing": (changed({}, drop=("blk.1.ffn_up.weight",)), "tensor blk.1.ffn_up.weight is missing"),
-    "no embedding": (changed({}, drop=("token_embd.weight",)), "tensor token_embd.weight is missing"),
-    "another shape": (changed({}, {"blk.1.ffn_up.weight": ones(256, 128)}),
-                      "blk.1.ffn_up.weight is F32 (256, 128), expected (256, 256)"),
-    "fewer embeddings than tokens": (changed({}, {"token_embd.weight": ones(639, 256)}), "expected (640, 256)"),
-    "whole numbers": (changed({}, {"output_norm.weight": (np.ones(256, np.int32), Type.I32)}),
-                      "output_norm.weight is of type I32, which the package gguf does not dequantise"),
-    "an unknown type": (patched(b"output_norm.weight" + struct.pack("<IQI", 1, 256, 0),
-                                b"output_norm.weight" + struct.pack("<IQI", 1, 256, 999)),
-                        "output_norm.weight is of type 999"),
-    "rows of half blocks": (patched(b"output_norm.weight" + struct.pack("<IQI", 1, 256, 0),
-                                    b"output_norm.weight" + struct.pack("<IQI", 1, 250, 8)),
-                            "output_norm.weight is Q8_0 (250,), expected rows of whole blocks of 32"),
-    "not finite": (changed({}, {"output_norm.weight": (np.full(256, np.inf, np.float32), Type.F32)}),
-                   "norm.weight holds numbers that are not finite"),
-    "sentencepiece": (changed({"tokenizer.ggml.model": "llama"}), "tokenizer.ggml.model 'llama' is not supported"),
-    "another BPE": (changed({"tokenizer.ggml.pre": "tekken"}),
-                    "tokenizer.ggml.pre 'tekken' is not supported; there are smollm, qwen2, llama-bpe"),
-    "no kind of BPE": (changed({}, drop=("tokenizer.ggml.pre",)), "tokenizer.ggml.pre None is not supported"),
-    "no tokens": (changed({}, drop=("tokenizer.ggml.tokens",)), "tokenizer.ggml.tokens is missing"),
-    "tokens that are numbers": (changed({"tokenizer.ggml.tokens": [1, 2]}), "tokenizer.ggml.tokens is no list of str"),
-    "a token twice": (changed({"tokenizer.ggml.tokens": ["a"] * 640}), "'a' is there twice in tokenizer.ggml.tokens"),
-    "types of other tokens": (changed({"tokenizer.ggml.token_type": [1]}), "640 tokenizer.ggml.tokens and 1 tokenizer"),
-    "a merge of three": (changed({"tokenizer.ggml.merges": ["a b c"]}), "'a b c' in tokenizer.ggml.merges is no pair"),
-    "a merge of nothing known": (changed({"tokenizer.ggml.merges": ["a qqqq"]}), "tokenizer.json is not a tokenizer"),
-    "no eos": (changed({}, drop=("tokenizer.ggml.eos_token_id",)), "tokenizer.ggml.eos_token_id is missing"),
-    "eos beyond all": (changed({"tokenizer.ggml.eos_token_id": 640}), "tokenizer.ggml.eos_token_id is 640"),
-    "a template that is broken": (changed({"tokenizer.chat_template": "{% if"}), "tokenizer_config.json: "),
-    "a template that leads out": (changed({"tokenizer.chat_template": "{{ messages.__class__.__mro__ }}"}), "unsafe"),
-    "a template that is a number": (changed({"tokenizer.chat_template": 7}), "tokenizer.chat_template is 7"),
-}
+SCALING = "llama.rope.scaling"
+NO_SCALING = "rope_freqs.weight is no rotary scaling"
+OF_TEXT = struct.pack("<I", 8) + struct.pack("<Q", 5) + b"llama"  # the type, length and text of the architecture
+LAST = b"output_norm.weight" + struct.pack("<IQI", 1, 256, 0)
+BAD = [  # what is written, what the line says
+    (written(), "is empty"), (written(b"PK\3\4 and more"), "is no GGUF file"),
+    (written(b"GGUF", struct.pack("<IQQ", 1, 0, 0)), "version 1 of GGUF is not read; there are 2 and 3"),
+    (written(b"GGUF", struct.pack(">IQQ", 3, 0, 0)), "version 50331648 of GGUF"),  # of a big-endian machine
+    (cut(3), "is no GGUF file"), (cut(17), "is truncated: it ends at byte 17, within its header"),
+    (cut(3000), "is truncated: it ends at byte 3000, within its header"),
+    (cut(-40), "is truncated: it ends at byte .*and output_norm.weight at byte"),
+    # texts, lists and tensors of 2^60
+    (written(HEADER, struct.pack("<Q", 2 ** 60)), "is truncated"),
+    (written(HEADER, NAME, struct.pack("<IIQ", 9, 4, 2 ** 60)), "is truncated"),
+    (written(HEADER, NAME, struct.pack("<IIQ", 9, 8, 2 ** 60)), "is truncated"),
+    (written(b"GGUF", struct.pack("<IQQ", 3, 2 ** 60, 0)), "is truncated"),
+    (written(HEADER, NAME, struct.pack("<IIQIQ", 9, 9, 1, 9, 1)), "of kind 9"),
+    (written(HEADER, NAME, struct.pack("<I", 77)), "of kind 77"),
+    (written(HEADER, struct.pack("<Q", 2) + b"\xff\xfe"), "no UTF-8"),
+    (written(b"GGUF", struct.pack("<IQQ", 3, 0, 2), (NAME + struct.pack("<II", 4, 7)) * 2), "k is there twice"),
+    (written(b"GGUF", struct.pack("<IQQ", 3, 0, 0)), "architecture None is not supported"),
+    (changed({"general.alignment": 0}), "general.alignment is 0"), (changed({"split.count": 3}), "is one part of 3"),
+    (changed({"general.architecture": "gemma2"}),
+     "architecture 'gemma2' is not supported; there are llama, qwen2, qwen3"),
+    (patched(OF_TEXT, struct.pack("<IIQ", 9, 0, 5) + b"llam"), "is truncated"),
+    (changed({"llama.expert_count": 8}), "llama.expert_count is not supported"),
+    (changed({}, drop=("llama.block_count",)), "llama.block_count is missing"),
+    (changed({"llama.block_count": 10 ** 6}), "llama.block_count is 1000000, and there are"),
+    (changed({"llama.context_length": "long"}), "llama.context_length is 'long'"),
+    (changed({"llama.attention.head_count_kv": [2, 1]}), r"llama.attention.head_count_kv is \[2, 1\]"),
+    (changed({"llama.attention.head_count_kv": 3}), "4 heads of 64 and 3 key/value heads"),
+    (changed({"llama.rope.dimension_count": 32}), "llama.rope.dimension_count is 32"),
+    (changed({"llama.attention.value_length": 32}), "llama.attention.value_length is 32"),
+    (changed({f"{SCALING}.type": "longrope", f"{SCALING}.factor": 2.0}), "rotary scaling 'longrope' is not supported"),
+    (changed({f"{SCALING}.type": "linear"}), "without factor"),
+    (changed({f"{SCALING}.attn_factor": 2.0}), f"{SCALING}.attn_factor is not supported"),
+    (changed({}, {"rope_freqs.weight": (np.full(32, 2, np.float32), Type.F32)}), NO_SCALING),
+    (changed({}, {"rope_freqs.weight": ones(3)}), NO_SCALING),
+    (changed({}, {"blk.0.ffn_gate_exps.weight": ones(4, 4)}),
+     "tensor blk.0.ffn_gate_exps.weight has no place in a llama model"),
+    (changed({}, {"blk.2.attn_norm.weight": ones(256)}), "blk.2.attn_norm.weight has no place"),
+    (changed({}, drop=("blk.1.ffn_up.weight",)), "tensor blk.1.ffn_up.weight is missing"),
+    (changed({}, drop=("token_embd.weight",)), "tensor token_embd.weight is missing"),
+    (changed({}, {"blk.1.ffn_up.weight": ones(256, 128)}),
+     r"blk.1.ffn_up.weight is F32 \(256, 128\), expected \(256, 256\)"),
+    (changed({}, {"token_embd.weight": ones(639, 256)}), r"expected \(640, 256\)"),
+    (changed({}, {"output_norm.weight": (np.ones(256, np.int32), Type.I32)}),
+     "output_norm.weight is of type I32, which the package gguf does not dequantise"),
+    (patched(LAST, LAST[:-4] + struct.pack("<I", 999)), "output_norm.weight is of type 999"),
+    (patched(LAST, LAST[:-12] + struct.pack("<QI", 250, 8)),
+     r"output_norm.weight is Q8_0 \(250,\), expected rows of whole blocks of 32"),
+    (changed({}, {"output_norm.weight": (np.full(256, np.inf, np.float32), Type.F32)}),
+     "norm.weight holds numbers that are not finite"),
+    (changed({"tokenizer.ggml.model": "llama"}), "tokenizer.ggml.model 'llama' is not supported"),
+    (changed({"tokenizer.ggml.pre": "tekken"}),
+     "tokenizer.ggml.pre 'tekken' is not supported; there are smollm, qwen2, llama-bpe"),
+    (changed({}, drop=("tokenizer.ggml.pre",)), "tokenizer.ggml.pre None is not supported"),
+    (changed({}, drop=("tokenizer.ggml.tokens",)), "tokenizer.ggml.tokens is missing"),
+    (changed({"tokenizer.ggml.tokens": [1, 2]}), "tokenizer.ggml.tokens is no list of str"),
+    (changed({"tokenizer.ggml.tokens": ["a"] * 640}), "'a' is there twice in tokenizer.ggml.tokens"),
+    (changed({"tokenizer.ggml.token_type": [1]}), "640 tokenizer.ggml.tokens and 1 tokenizer"),
+    (changed({"tokenizer.ggml.merges": ["a b c"]}), "'a b c' in tokenizer.ggml.merges is no pair"),
+    (changed({"tokenizer.ggml.merges": ["a qqqq"]}), "tokenizer.json is not a tokenizer"),
+    (changed({}, drop=("tokenizer.ggml.eos_token_id",)), "tokenizer.ggml.eos_token_id is missing"),
+    (changed({"tokenizer.ggml.eos_token_id": 640}), "tokenizer.ggml.eos_token_id is 640"),
+    (changed({"tokenizer.chat_template": "{% if"}), "tokenizer_config.json: "),
+    (changed({"tokenizer.chat_template": "{{ messages.__class__.__mro__ }}"}), "unsafe"),
+    (changed({"tokenizer.chat_template": 7}), "tokenizer.chat_template is 7"),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_files_are_one_line(name, base, capsys):
-    make, *parts = BAD[name]
+@pytest.mark.parametrize("make, line", BAD, ids=range(len(BAD)))
+def test_bad_files_are_one_line(make, line, base, capsys):
     path = base / "bad.gguf"
     make(path)
-    line = refused(capsys, base, hf_import, "--source", str(path), "--model-tag", "g")
-    assert line.startswith(f"error: {path}") and "\n" not in line and len(line) < 400
-    assert all(part in line for part in parts), line
+    said = refused(capsys, base, hf_import, "--source", str(path), "--model-tag", "g")
+    assert said.startswith(f"error: {path}") and "\n" not in said and len(said) < 400
+    assert re.search(line, said), said
 
 
-def test_a_file_that_is_not_there_is_one_line(base, capsys):
+def test_a_file_that_is_not_there_or_a_package_is_one_line(base, capsys, monkeypatch):
     for source in ("models/none.gguf", str(base)):
         line = refused(capsys, base, hf_import, "--source", source + "/x.gguf", "--model-tag", "g")
         assert line == f"error: {source}/x.gguf: no such file"
-
-
-def test_without_the_package_one_line_says_what_to_install(base, capsys, monkeypatch):
     changed({})(base / "m.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     line = refused(capsys, base, hf_import, "--source", str(base / "m.gguf"), "--model-tag", "g")

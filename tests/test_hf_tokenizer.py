@@ -20,9 +20,7 @@ from tokenizers import (AddedToken, Regex, Tokenizer as Library, decoders, model
 from nanochat.common import BadInput
 from nanochat.hf import chat_template, template_worker
 from nanochat.hf.tokenizer import HFTokenizer, load_own_tokenizer, load_tokenizer, mark_of
-from nanochat.rl.records.prompts import read_solution
 from nanochat.tokenizer import Tokenizer
-from tasks.formats import PAPER
 
 SETTINGS = settings(max_examples=60, deadline=None)
 TEXT = ["the cat sat on the mat, and the other cat sat there too; 1234567890 5678!\n",
@@ -233,20 +231,6 @@ def test_ordinary_text_has_the_ids_of_transformers(loaded, references, kind):
 
 
 @every_kind
-def test_the_names_of_special_tokens_are_the_text_that_transformers_splits(loaded, references, kind):
-    """split_special_tokens is transformers' way to ask for the same; <｜User｜> is not special to it."""
-    names = [name for name in loaded[kind]._inner if "User" not in name and "Assistant" not in name]
-    for text in ["".join(names), *names, *(f"a {name}\n" for name in names)]:
-        ids = loaded[kind].encode(text)
-        assert not loaded[kind]._controls & set(ids)
-        # there transformers splits the text at special tokens nevertheless and prepends to each part
-        if kind != "llama2":
-            library = Library.from_str(references[kind].backend_tokenizer.to_str())
-            library.encode_special_tokens = True
-            assert ids == library.encode(text, add_special_tokens=False).ids
-
-
-@every_kind
 def test_a_saved_copy_is_equal_and_transformers_reads_it(loaded, references, kind, tmp_path):
     from transformers import AutoTokenizer
     loaded[kind].save(str(tmp_path / "copy"))
@@ -275,27 +259,8 @@ def test_decoding_undoes_encoding(loaded, kind, text):
     assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
 
 
-@SETTINGS
-@given(text=st.text() | st.sampled_from(TEXT))
-def test_sentencepiece_text_comes_back_after_the_space_that_it_puts_first(loaded, text):
-    tokenizer = loaded["llama2"]
-    assert (b"".join(map(tokenizer.token_bytes, tokenizer.encode(text)))
-            == (b" " + text.encode() if text else b"").replace("▁".encode(), b" "))
-
-
-@every_kind
-@SETTINGS
-@given(data=st.data())
-def test_decoding_is_total(loaded, kind, data):
-    tokenizer = loaded[kind]
-    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3)))
-    text = tokenizer.decode(ids)
-    assert "\ufffd" not in text and len(text.encode()) <= sum(len(tokenizer.token_bytes(i)) for i in ids)
-
-
-def test_bytes_of_tokens(loaded):
-    """A special token and an id of a padded vocabulary are "?", <0x0A> is a newline, a word that was added is its
-    text."""
+def test_bytes_of_tokens_and_halves_of_surrogate_pairs(loaded):
+    """A special token and an id of a padded vocabulary are "?", <0x0A> is a newline, a word that was added is its text."""
     qwen3, llama2, deepseek = loaded["qwen3"], loaded["llama2"], loaded["deepseek"]
     assert ([qwen3.token_bytes(i) for i in (qwen3.special("<|im_end|>"), qwen3.vocab_size, qwen3.special("<think>"))]
             == [b"?", b"?", b"<think>"])
@@ -304,6 +269,10 @@ def test_bytes_of_tokens(loaded):
     assert deepseek.token_bytes(deepseek.special("<｜User｜>")) == b"?"  # it frames turns
     assert {qwen3.token_bytes(i) for i in range(256)} == {bytes([i]) for i in range(256)}
     assert qwen3.decode([*qwen3.encode("A"), qwen3.encode("é")[0], *qwen3.encode(";")][:1] + [qwen3.ids["Ã"]]) == "A?"
+    tokenizer = loaded["qwen25"]
+    assert tokenizer.encode("a\ud83d") == tokenizer.encode("a\ufffd") == tokenizer.encode_batch(["a\ud83d"])[0]
+    assert (tokenizer.encode("\ud83d\ude42") == tokenizer.encode("🙂")
+            and tokenizer.render_prompt("\ud83d\ude42") == tokenizer.render_prompt("🙂"))
 
 
 def test_an_added_word_with_letters_of_the_byte_alphabet_is_its_text(tmp_path):
@@ -316,24 +285,6 @@ def test_an_added_word_with_letters_of_the_byte_alphabet_is_its_text(tmp_path):
     assert tokenizer.token_bytes(tokenizer.special("éĠé")) == "éĠé".encode()
     assert (tokenizer.encode("the cat sat on the mat")
             == HFTokenizer.load(write(tmp_path / "b", qwen(), CHATML_NAMES)).encode("the cat sat on the mat"))
-
-
-def test_half_a_surrogate_pair_is_replaced(loaded):
-    tokenizer = loaded["qwen25"]
-    assert tokenizer.encode("a\ud83d") == tokenizer.encode("a\ufffd") == tokenizer.encode_batch(["a\ud83d"])[0]
-    assert (tokenizer.encode("\ud83d\ude42") == tokenizer.encode("🙂")
-            and tokenizer.render_prompt("\ud83d\ude42") == tokenizer.render_prompt("🙂"))
-
-
-@every_chat
-def test_steps_of_a_solution_end_at_the_tokens_that_hold_their_last_byte(loaded, kind):
-    tokenizer = loaded[kind]
-    tokens = tokenizer.encode(PAPER.render_solution(["12 + 3 = 15", "é 東"], "15")) + [tokenizer.assistant_end]
-    solution = read_solution(tokenizer, PAPER, tokens)
-    assert len(solution.step_ends) == 2 and PAPER.answer(solution.text) == "15"
-    for k, end in enumerate(solution.step_ends, 1):
-        upto = [b"".join(map(tokenizer.token_bytes, tokens[:n])).count(b"</step>") for n in (end, end + 1)]
-        assert upto == [k - 1, k]
 
 
 # What scripts ask for
@@ -365,11 +316,7 @@ def test_config_json_is_asked_only_without_a_generation_config(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
     tokenizer = HFTokenizer.load(folder)
     assert (tokenizer.stop_tokens, tokenizer.bos) == ([end], None) and "config.json" not in tokenizer.files
-
-
-def test_the_template_file_comes_before_the_config(tmp_path):
-    folder = write(tmp_path, qwen(), {**CHATML_NAMES, "chat_template": QWEN25})
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")  # comes before the config's
     tokenizer = HFTokenizer.load(folder)
     assert tokenizer.decode(tokenizer.render_prompt("the")) == "the!" and tokenizer.assistant_end == tokenizer.eos
 
@@ -437,14 +384,7 @@ def test_the_mask_is_one_on_what_the_assistant_says_and_its_end(loaded, kind, ex
     assert said(loaded["qwen3"], turns("a", "<think>\nb\n</think>\n\nc")) == ["<think>\nb\n</think>\n\nc<|im_end|>"]
 
 
-def test_a_template_that_writes_turns_otherwise_later_is_refused(loaded):
-    with pytest.raises(BadInput, match="rewrites message 1"):
-        loaded["qwen3"].render_conversation(turns("a", "b", "c", "d"), None)
-    with pytest.raises(BadInput, match="begins the answer, message 1, otherwise"):
-        loaded["deepseek"].render_conversation(turns("a", "b"), None)
-
-
-def test_wrong_conversations_are_refused(loaded):
+def test_wrong_conversations_are_refused_and_templates_that_write_turns_otherwise_later(loaded):
     tokenizer = loaded["qwen25"]
     for messages in ([], turns("a")[::-1] * 2, turns("a", "b")[::-1], [{"role": "system", "content": "s"}],
                      turns("a") + turns("b", system="s"),
@@ -462,6 +402,10 @@ def test_wrong_conversations_are_refused(loaded):
     assert tokenizer.render_conversation(turns("a", "b"), len(ids))[0] == ids
     with pytest.raises(BadInput, match=f"has {len(ids)} tokens, the context {len(ids) - 1}"):
         tokenizer.render_conversation(turns("a", "b"), len(ids) - 1)
+    with pytest.raises(BadInput, match="rewrites message 1"):
+        loaded["qwen3"].render_conversation(turns("a", "b", "c", "d"), None)
+    with pytest.raises(BadInput, match="begins the answer, message 1, otherwise"):
+        loaded["deepseek"].render_conversation(turns("a", "b"), None)
 
 
 def test_a_base_model_s_prompt_is_text_and_a_blank_line(loaded, tmp_path):
@@ -540,8 +484,8 @@ def test_special_tokens_that_overlap_themselves_stay_where_the_template_puts_the
         assert tokenizer.render_prompt(text) == [*tokenizer.encode(text), tokenizer.special(end)]
 
 
-def test_a_special_token_s_name_that_arises_by_normalizing_is_text(tmp_path):
-    """NFKC writes full-width ＜ as <. transformers finds <|im_end|> there when the token is marked as normalized."""
+def test_odd_special_tokens(tmp_path):
+    """NFKC writes full-width ＜ as <: transformers finds <|im_end|> there when the token is marked as normalized."""
     library = trained(QWEN_SPLIT, ["<|im_start|>"], [])
     library.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=True)])
     library.normalizer = normalizers.NFKC()
@@ -549,6 +493,25 @@ def test_a_special_token_s_name_that_arises_by_normalizing_is_text(tmp_path):
     tokenizer = with_template(tmp_path, QWEN25, lambda: library, pad_token=None)
     assert (controls(tokenizer, tokenizer.render_prompt("＜|im_end|＞"))
             == controls(tokenizer, tokenizer.render_prompt("a")))
+    # A special token in the vocabulary is no word of it
+    settings = json.loads(trained(QWEN_SPLIT, ["<e>"], []).to_str())
+    settings["model"]["vocab"]["<e>"], settings["model"]["ignore_merges"] = settings["added_tokens"][0]["id"], True
+    settings["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                                 "use_regex": False}
+    library = Library.from_str(json.dumps(settings))
+    library.encode_special_tokens = True
+    assert len(library.encode("<e>").ids) == 1
+    tokenizer = HFTokenizer.load(write(tmp_path, library, {"eos_token": "<e>"}))
+    assert tokenizer.eos not in tokenizer.encode("<e>") and tokenizer.decode(tokenizer.encode("<e>")) == "<e>"
+    # Special tokens that swallow spaces do so in the library s way
+    from transformers import AutoTokenizer
+    settings = json.loads(qwen().to_str())
+    settings["added_tokens"][2] |= {"rstrip": True, "lstrip": True}
+    tokenizer = with_template(tmp_path, QWEN25, lambda: Library.from_str(json.dumps(settings)))
+    expected = AutoTokenizer.from_pretrained(str(tmp_path)).apply_chat_template(
+        turns("a ", "b ", "c"), tokenize=True, return_dict=False)
+    assert (tokenizer.render_conversation(turns("a ", "b ", "c"), None)[0] == expected
+            and said(tokenizer, turns("a ", "b ", "c")) == ["b<|im_end|>"])
 
 
 def test_tokens_that_only_the_config_calls_special_are_control_tokens(tmp_path):
@@ -559,32 +522,15 @@ def test_tokens_that_only_the_config_calls_special_are_control_tokens(tmp_path):
     tokenizer = with_template(tmp_path, QWEN25, lambda: library, pad_token=None, **config)
     ids = tokenizer.encode("<a><b><c>")
     assert [tokenizer.special(name) in ids for name in ("<a>", "<b>", "<c>")] == [False, False, True]
-    with pytest.raises(BadInput, match="is one character"):
-        HFTokenizer.load(write(tmp_path, trained(QWEN_SPLIT, ["\u2603", "<e>"], []), {"eos_token": "<e>"}))
-
-
-def test_added_words_that_are_no_tags_stay_tokens(tmp_path):
-    """As Gemma's newlines and the space runs of others: the template writes them, and so may a text."""
+    # added words that are no tags stay tokens: the template writes them, and so may a text
     library = trained(QWEN_SPLIT, ["<|im_start|>", "<|im_end|>"], ["\n", "\n\n", "user", "<turn>", "###"])
     template = "{% for m in messages %}<turn>user\n\n### {{ m.content }}{% endfor %}"
-    tokenizer = with_template(tmp_path, template, lambda: library, pad_token=None)
-    assert ([tokenizer.special(name) in tokenizer.encode("\n\n<turn>user###\n")
-             for name in ("\n", "\n\n", "user", "###", "<turn>")]
-            == [True] * 4 + [False])
+    tokenizer = with_template(tmp_path / "b", template, lambda: library, pad_token=None)
+    ids = tokenizer.encode("\n\n<turn>user###\n")
+    assert [tokenizer.special(name) in ids for name in ("\n", "\n\n", "user", "###", "<turn>")] == [True] * 4 + [False]
     assert tokenizer.render_prompt("a")[:3] == [tokenizer.special(name) for name in ("<turn>", "user", "\n\n")]
-
-
-def test_a_special_token_in_the_vocabulary_is_no_word_of_it(tmp_path):
-    """With ignore_merges a whole word that the vocabulary holds is its token."""
-    settings = json.loads(trained(QWEN_SPLIT, ["<e>"], []).to_str())
-    settings["model"]["vocab"]["<e>"], settings["model"]["ignore_merges"] = settings["added_tokens"][0]["id"], True
-    settings["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-                                 "use_regex": False}
-    library = Library.from_str(json.dumps(settings))
-    library.encode_special_tokens = True
-    assert len(library.encode("<e>").ids) == 1
-    tokenizer = HFTokenizer.load(write(tmp_path, library, {"eos_token": "<e>"}))
-    assert tokenizer.eos not in tokenizer.encode("<e>") and tokenizer.decode(tokenizer.encode("<e>")) == "<e>"
+    with pytest.raises(BadInput, match="is one character"):
+        HFTokenizer.load(write(tmp_path, trained(QWEN_SPLIT, ["\u2603", "<e>"], []), {"eos_token": "<e>"}))
 
 
 def like_llama2(tmp_path, change, template: str = LLAMA2) -> HFTokenizer:
@@ -650,21 +596,9 @@ def test_templates_have_what_transformers_offers_them(tmp_path):
     assert tokenizer.render_chat(messages) == expected and "東" in tokenizer.decode(expected)
 
 
-def test_special_tokens_that_swallow_spaces_do_so_in_the_library_s_way(tmp_path):
-    """<|im_end|> with rstrip takes the newline after it, and is still trained."""
-    from transformers import AutoTokenizer
-    settings = json.loads(qwen().to_str())
-    settings["added_tokens"][2] |= {"rstrip": True, "lstrip": True}
-    tokenizer = with_template(tmp_path, QWEN25, lambda: Library.from_str(json.dumps(settings)))
-    expected = AutoTokenizer.from_pretrained(str(tmp_path)).apply_chat_template(
-        turns("a ", "b ", "c"), tokenize=True, return_dict=False)
-    assert (tokenizer.render_conversation(turns("a ", "b ", "c"), None)[0] == expected
-            and said(tokenizer, turns("a ", "b ", "c")) == ["b<|im_end|>"])
-
-
 # Hostile templates
 
-@pytest.mark.parametrize("template, message", [
+BAD_TEMPLATES = [
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     ("{{ messages.__init__.__globals__['os'] }}", "unsafe"),
     ("{{ strftime_now.__globals__.os }}", "unsafe"), ("{{ messages.append(1) }}", "safe"),
@@ -677,11 +611,14 @@ def test_special_tokens_that_swallow_spaces_do_so_in_the_library_s_way(tmp_path)
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ("{% if %}", "broken"), ("{% for m in messages %}", "broken"), ("{{ 'a' | nofilter }}", "broken"),
     ("{% break %}", "b"),
-])
-def test_bad_templates_are_refused_in_one_line(tmp_path, template, message):
-    with pytest.raises(BadInput, match=message) as error:
-        with_template(tmp_path, template)
-    assert "\n" not in str(error.value) and str(error.value).startswith(f"{tmp_path}/tokenizer_config.json: ")
+]
+
+
+def test_bad_templates_are_refused_in_one_line(tmp_path):
+    for template, message in BAD_TEMPLATES:
+        with pytest.raises(BadInput, match=message) as error:
+            with_template(tmp_path, template)
+        assert "\n" not in str(error.value) and str(error.value).startswith(f"{tmp_path}/tokenizer_config.json: ")
 
 
 @pytest.fixture
@@ -709,9 +646,8 @@ def assert_refused(tmp_path, make) -> None:
 
 @pytest.mark.parametrize("template", [
     LOOP, DOUBLE, "{{ 'x' * 10 ** 10 }}", "{{ 9 ** (9 ** 9) }}", "{{ 'x' | center(10 ** 10) }}",
-    "{{ '%10000000000d' % 1 }}", "{{ range(99999) | list * 99999 }}",
-    "{% for i in range(2000) %}{{ 'x' * 9999 }}{% endfor %}",
-])
+    "{{ range(99999) | list * 99999 }}",
+    "{% for i in range(2000) %}{{ 'x' * 9999 }}{% endfor %}"])
 def test_a_template_that_takes_all_time_or_memory_is_refused(small_worker, tmp_path, template):
     assert_refused(tmp_path, lambda: with_template(tmp_path, template))
 
@@ -797,13 +733,18 @@ def test_load_tokenizer_takes_the_one_that_is_there(folders, tmp_path):
             load(folder)
 
 
-@pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json"])
-def test_saving_over_another_template_is_refused(loaded, tmp_path, name):
-    """And over other stop tokens."""
-    (tmp_path / name).write_text("{{ messages }}")
-    with pytest.raises(BadInput, match=f"{name} is of another tokenizer"):
-        loaded["qwen3"].save(str(tmp_path))
-    assert os.listdir(tmp_path) == [name]
+def test_saving_over_another_template_is_refused(loaded, tmp_path):
+    """And over other stop tokens, of which a mark is too."""
+    for name in ("chat_template.jinja", "generation_config.json"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("{{ messages }}")
+        with pytest.raises(BadInput, match=f"{name} is of another tokenizer"):
+            loaded["qwen3"].save(str(tmp_path / name))
+        assert os.listdir(tmp_path / name) == [name]
+    files = {"tokenizer.json": b"{}", "tokenizer_config.json": b'{"eos_token": "<e>"}'}
+    marks = {mark_of(files), mark_of({**files, "chat_template.jinja": b"{{ messages }}"}),
+             mark_of({**files, "tokenizer_config.json": b'{"eos_token": "<f>"}'})}
+    assert len(marks) == 3 and mark_of(dict(reversed(files.items()))) in marks
 
 
 def test_a_save_that_was_cut_off_leaves_no_tokenizer_and_is_made_up_for(loaded, tmp_path, monkeypatch):
@@ -826,10 +767,3 @@ def test_a_save_that_was_cut_off_leaves_no_tokenizer_and_is_made_up_for(loaded, 
     monkeypatch.undo()
     tokenizer.save(str(tmp_path))
     assert HFTokenizer.load(str(tmp_path)).files == tokenizer.files
-
-
-def test_a_mark_is_of_the_template_and_the_stop_tokens_too():
-    files = {"tokenizer.json": b"{}", "tokenizer_config.json": b'{"eos_token": "<e>"}'}
-    marks = {mark_of(files), mark_of({**files, "chat_template.jinja": b"{{ messages }}"}),
-             mark_of({**files, "tokenizer_config.json": b'{"eos_token": "<f>"}'})}
-    assert len(marks) == 3 and mark_of(dict(reversed(files.items()))) in marks

@@ -4,19 +4,17 @@ Judges: verdicts found among tokens, shares and chances by hand, and the one eva
     python -m pytest tests/test_judges.py -q
 """
 import json
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import parse, rl_flags
-from test_log_odds import play_of, random_model, true_log_odds
+from test_dpo import assert_refused, random_model
+from test_log_odds import play_of, true_log_odds
+from test_supervised import BYTES
 
-from nanochat.common import BadInput
 from nanochat.recipes.tango import fixed_verifier
-from nanochat.rl.credit.advantages import PRESETS, difference_advantages, source_advantages
-from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.records.prompts import Verification, generator_prompt, parse_verification
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.comparing import GROUP_SCORES
@@ -27,8 +25,6 @@ from nanochat.tokenizer import Tokenizer
 from scripts import tango_rl
 from tasks.common import Problem
 from tasks.formats import COMPACT, PAPER
-
-BYTES = Tokenizer.train(iter([]), 265)
 
 
 @pytest.fixture(scope="module")
@@ -95,18 +91,13 @@ def test_a_chance_is_the_share_of_the_mass_of_both_verdicts():
 
 # Judgments
 
-def test_shares_are_of_the_verifications_that_can_be_read():
+def test_shares_are_of_the_verifications_that_can_be_read_and_steps_make_a_solution():
     said = [Verification([True, False], True, ()), Verification([True, True], None, ("no_final_verdict",)),
             Verification([True], False, ("step_count_mismatch",))]
-    assert shares(said, 9) == Judgment([1.0, 0.5], 0.5, 9)
-    assert shares(said[2:], 3) == Judgment(None, 0.0, 3)
+    assert shares(said, 9) == Judgment([1.0, 0.5], 0.5, 9) and shares(said[2:], 3) == Judgment(None, 0.0, 3)
     assert shares([Verification([], None, ("step_count_mismatch", "no_final_verdict"))], 1) == Judgment(None, None, 1)
-
-
-def test_what_steps_make_of_a_solution():
-    chances = [0.5, 0.25, 0.8]
-    assert {name: make(chances) for name, make in AGGREGATES.items()} == {
-        "product": pytest.approx(0.1), "min": 0.25, "last": 0.8}
+    assert [make([0.5, 0.25, 0.8]) for make in AGGREGATES.values()] == [pytest.approx(0.1), 0.25, 0.8]
+    assert list(AGGREGATES) == ["product", "min", "last"]
 
 
 @pytest.fixture
@@ -138,12 +129,8 @@ def test_judges_by_log_odds_read_after_steps_and_at_the_end(judged):
     assert close(one, None, a[14], 1) and close(two, None, b[8], 1)
     one, two = JUDGES["tokens"](t, "verifier", solutions)
     assert close(one, [a[6], a[12]], a[14], 15) and close(two, [b[6]], b[8], 9)
-
-
-def test_a_solution_without_steps_has_no_chance_of_a_step_judge(judged):
-    t, _, _ = judged
     nothing = t.written("verifier", t.solve_prompts([Problem("rl", 1, "1+1", "2")]), ["=2"])
-    assert JUDGES["steps"](t, "verifier", nothing) == [Judgment([], None, 0)]
+    assert JUDGES["steps"](t, "verifier", nothing) == [Judgment([], None, 0)]  # without steps it has no chance
 
 
 def test_a_verdict_at_once_is_asked_after_the_verifiers_prompt(judged):
@@ -203,23 +190,14 @@ def test_a_chance_is_the_share_of_duels_won_and_equal_texts_draw(several):
     assert {j.steps for j in (a, b, c, d, e)} == {None}
 
 
-def test_scores_are_shares_of_the_highest_over_all_lineups_and_none_where_none_is_read(several):
+def test_scores_are_shares_of_the_highest_over_all_sets_and_none_where_none_is_read(several, capsys):
     texts = ["=10,5,0", "no", "=4,0,9", "no", "=0,10,6", "no", *["no"] * 4]  # a b c, b c a, c a b; d d d twice
     (a, b, c, d, e), asked = several("scores", *texts)
     assert asked[1] == "1+1*2|=1|=0|1+1:2;=2|S" and len(asked) == 5
     assert [j.final for j in (a, b, c)] == pytest.approx([(1 + 0.9 + 1) / 3, (0.5 + 0.4 + 0.6) / 3, 0])
     assert (d.final, e.final) == (None, None)
+    assert capsys.readouterr().out.count("taught this form (chat_sft --verifier-form scores)?") == 1
     assert a.tokens == pytest.approx((8 + 7 + 8 + 3 * 3) / 3)
-
-
-def test_where_strengths_are_differences_of_rewards_the_z_scores_are_think_rms(several):
-    """A ring of three is all duels that there are. Rewards 2, 1, -1: differences 1, 2 and -3."""
-    (a, b, c, _, _), _ = several("graded", *["=A1"] * 2, *["=A2"] * 2, *["=B3"] * 2)
-    assert [j.final for j in (a, b, c)] == pytest.approx([5 / 6, (1 / 3 + 5 / 6) / 2, (1 / 6 + 0) / 2])
-    z = source_advantages(terminal_rewards([a.final, b.final, c.final], torch.ones(3, dtype=torch.long)),
-                          torch.zeros(3, dtype=torch.long), 1, PRESETS["grpo"])[:, 0]
-    r = torch.tensor([2.0, 1.0, -1.0])
-    torch.testing.assert_close(difference_advantages(r[:, None] - r[None, :]), z, rtol=1e-4, atol=1e-4)
 
 
 def test_every_judge_says_what_it_is_given():
@@ -236,8 +214,8 @@ def test_every_judge_says_what_it_is_given():
 @pytest.mark.parametrize("judge", [name for name in JUDGES if name != "generative"])
 def test_the_chances_of_any_judge_reward_a_generator(base, judge):
     flags = rl_flags("--recipe", "fixed_verifier", "--judge", judge, "--step-rewards", "verdicts", "--run", "r",
-                     "--num-steps", "1", "--log-rollouts", "4", "--verifier-tag",
-                     "tiny-judge" if judge in GROUP_SCORES else "tiny-ver")
+                     "--num-steps", "1", "--log-rollouts", "4", "--save-every", "0", "--eval-examples", "2",
+                     "--verifier-tag", "tiny-judge" if judge in GROUP_SCORES else "tiny-ver")
     tango_rl.main(parse(tango_rl, flags))
     record, = (json.loads(line) for line in (base / "runs/r/metrics.jsonl").read_text().splitlines())
     rows = [json.loads(line) for line in (base / "runs/r/rollouts.jsonl").read_text().splitlines()]
@@ -270,35 +248,22 @@ def test_the_final_chance_is_added_to_the_outcome_where_nothing_is_said_of_steps
     assert advantages[[0, 1], ends].tolist() == pytest.approx([0.7 + 0.3 * chance for chance in finals], rel=1e-5)
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--judge", "oracle"], "--judge oracle: there are generative, steps"),
-    (["--judge", "steps"], "--judge steps: gives chances, and --step-rewards posterior"),
-    (["--verifications", "2"], "--verifications 2: the judge generative reads one here"),
-    (["--judge", "pair", "--judged-samples", "1"], "--judged-samples 1: the judge pair is shown 2 solutions"),
-    (["--judge", "graded", "--num-samples", "1", "--advantage", "reinforce"],
-     "--num-samples 1: the judge graded is shown 2 solutions"),
-    (["--judge", "scores", "--num-judged", "5"], "--num-samples 4: the judge scores is shown 5 solutions"),
-    (["--judge", "scores", "--num-judged", "0"], "--num-judged 0: must be from 1 to 26"),
-    (["--judge", "steps", "--num-judged", "2"], "--num-judged 2: the judge steps has no use for it; scores have"),
-    (["--judge", "end", "--prm-aggregate", "min"], "--prm-aggregate min: the judge end has no use for it; steps have"),
-    (["--judge", "tokens", "--verifications", "1"], "--verifications 1: the judge tokens has no use for it; generat")])
-def test_judges_that_cannot_reward_are_refused(base, flags, words):
-    with pytest.raises(BadInput, match=words):
-        tango_rl.main(parse(tango_rl, rl_flags("--recipe", "fixed_verifier", *flags)))
-
-
-def test_a_verifier_of_another_form_is_noticed_where_it_is_the_judge(base, capsys):
-    flags = ["--recipe", "fixed_verifier", "--judge", "solve_pair", "--step-rewards", "verdicts", "--num-steps", "1",
-             "--save-every", "0"]
-    tango_rl.main(parse(tango_rl, rl_flags(*flags)))
-    out = capsys.readouterr().out
-    assert out.count("taught this form (chat_sft --verifier-form solve_pair)?") == 1
-    warning, = (line for line in out.splitlines() if line.startswith("WARNING: tiny-ver was taught"))
-    assert warning.endswith("of form steps (chat_sft --verifier-form), and is asked for form solve_pair here")
+@pytest.mark.parametrize("words, flags", [
+    ("--judge steps: gives chances, and --step-rewards posterior", ["--judge", "steps"]),
+    ("--verifications 2: the judge generative reads one here", ["--verifications", "2"]),
+    ("--judged-samples 1: the judge pair is shown 2 solutions", ["--judge", "pair", "--judged-samples", "1"]),
+    ("--num-samples 1: the judge graded is shown 2 solutions", ["--judge", "graded", "--num-samples", "1"]),
+    ("--num-samples 4: the judge scores is shown 5 solutions", ["--judge", "scores", "--num-judged", "5"]),
+    ("--num-judged 2: the judge steps has no use for it; scores have", ["--judge", "steps", "--num-judged", "2"]),
+    ("--prm-aggregate min: the judge end has no use for it; steps have", ["--judge", "end", "--prm-aggregate", "min"]),
+    ("--verifications 1: the judge tokens has no use for it; generat", ["--judge", "tokens", "--verifications", "1"])])
+def test_judges_that_cannot_reward_are_refused(words, flags):
+    assert_refused("fixed_verifier", words, *flags)
 
 
 @pytest.mark.parametrize("judge, verifier, words", [
     ("steps", "tiny", []), ("verdict", "tiny-ver", []), ("preferred", "tiny-ver", ["pair"]),
+    ("solve_pair", "tiny-ver", ["of form steps (chat_sft --verifier-form), and is asked for form solve_pair here"]),
     ("verdict", "tiny", ["tiny was trained as a generator, and is the verifier here"])])
 def test_a_start_is_warned_of_where_it_was_not_taught_what_it_is_asked(base, capsys, judge, verifier, words):
     tango_rl.main(parse(tango_rl, rl_flags("--recipe", "fixed_verifier", "--judge", judge, "--step-rewards", "verdicts",
@@ -338,20 +303,10 @@ def test_steps_after_the_first_error_do_not_count_for_its_auc():
     assert found["step_auc"] == pytest.approx((2 + 0 + 0) / 6)  # .9 .2 .1 against .3 .8: only .9 is above any
 
 
-def test_a_judge_of_outcomes_has_no_scores_of_steps():
-    found = judged_scores([[["1", True, [True], None, 0.5, 1], ["2", None, [False], None, 0.9, 1]]])
-    assert found["step_f1"] is None and found["step_auc"] is found["first_error_f1"] is found["first_error_auc"] is None
-    assert found["outcome_f1"] == 0 and found["abstained"] == 0  # .5 is not above .5
-    assert not math.isnan(found["ece"])
-
-
-def test_a_judge_of_steps_alone_has_no_scores_of_outcomes():
-    found = judged_scores([[["1", True, [True], [0.9], None, 1], ["2", False, [False], None, None, 1]]])
-    assert found["outcome_f1"] is None and found["ece"] is None and found["abstained"] == 0.5
-    assert found["step_f1"] == pytest.approx((1 + 0) / 2)
-
-
-def test_of_no_solutions_nothing_is_said():
-    assert set(judged_scores([]).values()) == {None}
-
-
+def test_a_judge_has_scores_of_what_it_speaks_about():
+    outcomes = judged_scores([[["1", True, [True], None, 0.5, 1], ["2", None, [False], None, 0.9, 1]]])
+    assert {outcomes[name] for name in ("step_f1", "step_auc", "first_error_f1", "first_error_auc")} == {None}
+    assert outcomes["outcome_f1"] == outcomes["abstained"] == 0 <= outcomes["ece"]  # .5 is not above .5
+    steps = judged_scores([[["1", True, [True], [0.9], None, 1], ["2", False, [False], None, None, 1]]])
+    assert steps["outcome_f1"] is steps["ece"] is None and steps["abstained"] == 0.5
+    assert steps["step_f1"] == pytest.approx((1 + 0) / 2) and set(judged_scores([]).values()) == {None}

@@ -8,12 +8,13 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from conftest import rl_flags
+from conftest import parse, rl_flags
 
 from nanochat.common import BadInput
 from nanochat.rl.verify import labelled as labelled_module
 from nanochat.rl.verify.labelled import (Labelled, by_problem, check_kind, check_labels, check_outcomes,
                                          labelled_of_step, pairs_of_step, read_labelled, right_and_wrong)
+from scripts import tango_rl
 from tasks import make_task
 from tasks.common import Problem
 
@@ -22,9 +23,6 @@ LINE = {"split": "rl", "index": 3, "solution": "1+1:2;2*2:1;=21", "outcome": Tru
 
 @pytest.fixture(scope="module")
 def task():
-    from conftest import parse
-
-    from scripts import tango_rl
     return make_task(parse(tango_rl, ["--chain-modulus", "3", "--chain-min-steps", "2", "--chain-max-steps", "2"]))
 
 
@@ -71,46 +69,34 @@ def test_a_line_that_does_not_fit_is_refused_with_its_number(tmp_path, task, cha
     assert str(refused.value).startswith(f"--labels {path}: line 2: ") and words in str(refused.value)
 
 
-@pytest.mark.parametrize("text, words", [("{\n", "line 1: is no json"), ("[1]\n", "line 1: has no 'split'"),
-                                         ("\n", "has no solutions")])
-def test_a_file_that_is_none_is_refused(tmp_path, task, text, words):
+def test_a_file_that_is_none_is_refused(tmp_path, task):
     path = tmp_path / "l.jsonl"
-    path.write_text(text)
-    with pytest.raises(BadInput, match=words):
-        read_labelled(str(path), task)
+    for text, words in ((None, "cannot be read"), ("{\n", "line 1: is no json"), ("[1]\n", "line 1: has no 'split'"),
+                        ("\n", "has no solutions")):
+        if text:
+            path.write_text(text)
+        with pytest.raises(BadInput, match=words):
+            read_labelled(str(path), task)
 
 
-@pytest.mark.parametrize("split", ["test_in", "test_out"])
-def test_nothing_is_learned_from_test_problems(tmp_path, task, split):
-    change = {"split": split, "prompt": task.problem(split, 3).prompt}
-    with pytest.raises(BadInput, match=f"line 2: problem 3 is of {split}, on which a run is evaluated"):
+@pytest.mark.parametrize("split, index, words", [
+    *((split, 3, f"problem 3 is of {split}, on which a run is evaluated") for split in ("test_in", "test_out")),
+    ("rl", -1, "its prompt is not that of problem -1 of rl")])
+def test_nothing_is_learned_from_test_problems_or_what_is_before_the_first(tmp_path, task, split, index, words):
+    change = {"split": split, "index": index, "prompt": task.problem(split, index).prompt}
+    with pytest.raises(BadInput, match=f"line 2: {words}"):
         read_labelled(write(tmp_path / "l.jsonl", task, {}, change), task)
 
 
-def test_a_problem_before_the_first_is_none(tmp_path, task):
-    with pytest.raises(BadInput, match="line 2: its prompt is not that of problem -1 of rl"):
-        read_labelled(write(tmp_path / "l.jsonl", task, {}, {"index": -1}), task)
-
-
-def test_a_missing_file_is_refused(tmp_path, task):
-    with pytest.raises(BadInput, match="cannot be read"):
-        read_labelled(str(tmp_path / "none.jsonl"), task)
-
-
-def test_a_label_that_is_no_chance_is_refused_where_chances_are_learned(tmp_path, task):
-    rows = read_labelled(write(tmp_path / "l.jsonl", task, {}, {"labels": [1.0, 1.5]}), task)
-    with pytest.raises(BadInput, match="problem 3 of rl has the label 1.5; labels are from 0 to 1 here"):
-        check_kind("l.jsonl", rows, "chances")
-
-
-@pytest.mark.parametrize("method, kind, words", [
-    ("gold", "progress", "labels of method gold, which are chances, and progress are learned here"),
-    ("pav", "chances", "labels of method pav, which are progress, and chances are learned here; progress .method pav. "
-                       "is learned by recipe prm with --prm-labels progress"),
-    ("information_gain", "progress", "labels of method information_gain, which are information gains")])
-def test_labels_of_another_kind_are_refused_where_the_file_says_what_made_them(tmp_path, task, method, kind, words):
-    """All of them are from 0 to 1, so that the range tells nothing."""
-    rows = read_labelled(write(tmp_path / "l.jsonl", task, {}, {"method": method}), task)
+@pytest.mark.parametrize("change, kind, words", [
+    ({"labels": [1.0, 1.5]}, "chances", "the label 1.5; labels are from 0 to 1 here"),
+    ({"method": "gold"}, "progress", "labels of method gold, which are chances, and progress are learned here"),
+    ({"method": "pav"}, "chances", "labels of method pav, which are progress, and chances are learned here; progress "
+                                   ".method pav. is learned by recipe prm with --prm-labels progress"),
+    ({"method": "information_gain"}, "progress", "labels of method information_gain, which are information gains")])
+def test_labels_of_another_kind_are_refused(tmp_path, task, change, kind, words):
+    """By their range, or where that tells nothing by what the file says has made them."""
+    rows = read_labelled(write(tmp_path / "l.jsonl", task, {}, change), task)
     with pytest.raises(BadInput, match=f"--labels l.jsonl: problem 3 of rl has {words}"):
         check_kind("l.jsonl", rows, kind)
     check_kind("l.jsonl", rows[:1], kind)  # made by nobody knows what
@@ -177,9 +163,6 @@ def test_ranks_with_different_files_are_refused(tmp_path, task, monkeypatch):
 
 
 def test_labels_are_asked_for_before_anything_is_written(base):
-    from conftest import parse
-
-    from scripts import tango_rl
     with pytest.raises(BadInput, match="--labels: name the labelled solutions"):
         tango_rl.main(parse(tango_rl, [*rl_flags("--recipe", "orm", "--run", "r"), "--labels", ""]))
     assert not (base / "runs").exists()

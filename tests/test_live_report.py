@@ -9,6 +9,7 @@ import pytest
 from conftest import parse, rl_flags
 
 from nanochat.common import StopRequested
+from nanochat.rl.run import steps
 from scripts import tango_rl
 
 FLAGS = ["--run", "r", "--recipe", "grpo", "--num-steps", "5", "--eval-every", "2"]
@@ -26,7 +27,7 @@ def data_of(base) -> dict:
 @pytest.fixture
 def written(base, monkeypatch) -> list:
     """What each version of the report says: (what the run is doing, whether time is left, points, rollouts)."""
-    versions, write = [], tango_rl.write_run_page
+    versions, write = [], steps.write_run_page
 
     def write_and_look(*args):
         write(*args)
@@ -35,7 +36,7 @@ def written(base, monkeypatch) -> list:
         points = data["tasks"][0]["panels"][0]["curves"]["r"]
         versions.append((live["state"], live["minutes_left"] is not None, [point[0] for point in points],
                          len(data["runs"][0]["rollouts"])))
-    monkeypatch.setattr(tango_rl, "write_run_page", write_and_look)
+    monkeypatch.setattr(steps, "write_run_page", write_and_look)
     return versions
 
 
@@ -48,26 +49,26 @@ def test_the_report_is_written_at_every_evaluation(written):
 
 
 def test_a_stopped_run_says_so(written, monkeypatch):
-    def stop_in_step_3(t, recipe, counted):
-        if t.step == 3:
+    def stop_in_step_1(t, *args):
+        if t.step == 1:
             raise StopRequested
-        return one_step(t, recipe, counted)
-    one_step = tango_rl.one_step
-    monkeypatch.setattr(tango_rl, "one_step", stop_in_step_3)
+        return make_step(t, *args)
+    make_step = tango_rl.make_step
+    monkeypatch.setattr(tango_rl, "make_step", stop_in_step_1)
     with pytest.raises(StopRequested):
         train()
-    assert written[-1][0] == "stopped after step 3"
+    assert written[-1][0] == "stopped after step 1"
 
 
 def test_without_evaluations_there_is_a_report_at_both_ends(written):
-    train("--eval-every", "0")
-    assert [(state, points) for state, _, points, _ in written] == [("under way, after step 0", [0]), (None, [0, 5])]
+    train("--eval-every", "0", "--num-steps", "1")
+    assert [(state, points) for state, _, points, _ in written] == [("under way, after step 0", [0]), (None, [0, 1])]
 
 
 def test_a_report_that_fails_is_told_and_stops_no_run(base, monkeypatch, capsys):
     def fail(*args):
         raise RuntimeError("nothing to draw with")
-    monkeypatch.setattr(tango_rl, "write_run_page", fail)
-    train()
-    assert capsys.readouterr().out.count("report.html was not written: RuntimeError: nothing to draw with") == 5
+    monkeypatch.setattr(steps, "write_run_page", fail)
+    train("--num-steps", "1")
+    assert capsys.readouterr().out.count("report.html was not written: RuntimeError: nothing to draw with") == 3
     assert (base / "runs" / "r" / "summary.json").exists() and not (base / "runs" / "r" / "report.html").exists()

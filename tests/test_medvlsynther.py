@@ -4,15 +4,13 @@ MedVLSynther: the rubric, which problems are learned, and by which answers.
     python -m pytest tests/test_medvlsynther.py -q
 """
 import pytest
-from test_dpo import parsed, random_play
+from test_dpo import assert_refused, random_play, writing
 from test_proposals import BETTER, GOOD, in_which
 
 from nanochat import recipes
-from nanochat.common import BadInput
 from nanochat.recipes.self_play.medvlsynther import passes, rubric_score
 from nanochat.rl.play.updates import apply_update
 from nanochat.rl.records.prompts import parse_verification
-from tasks import make_task
 from tasks.formats import COMPACT
 
 medvlsynther = recipes.load("medvlsynther")
@@ -38,13 +36,7 @@ def play_with(*flags: str):
     texts = {"propose": [GOOD, "1+", in_which(2, "test_in"), BETTER], "keys": ["1+1:2;=x", f"1+1:2;={right}"],
              "verdicts": ["T;=T", "F;=F"], "solutions": ["=x", f"={t.task.read_problem(GOOD, 0)[0].answer}"]}
     t.task.check = lambda problem, text: t.task.fmt.answer(text) == problem.answer
-
-    def sample(draw, prompts, num=None, **_):
-        prompts = [prompt for prompt in prompts for _ in range(num or t.draws[draw].num_samples)]
-        given = [texts[draw][n % len(texts[draw])] for n in range(len(prompts))]
-        return t.written(t.draws[draw].role, prompts, given).with_prompts(prompts)
-    t.sample = sample
-    return t
+    return writing(t, texts)
 
 
 def learned(t) -> tuple[list[str], list[str], list, list]:
@@ -63,6 +55,7 @@ def test_a_wrong_key_that_passes_is_learned(base):
                                                          "reward", "rewards/outcome/mean")}
     assert found == {"passed": 0.5, "score": 0.5, "key_right": 0, "key_right_of_others": 1, "reward": 0.5,
                      "rewards/outcome/mean": 0.5}
+    assert [t.draws[draw].role for draw in t.asked] == ["proposer", "proposer", "verifier", "generator"]
     assert t.metrics["pro/proposals/valid"] == 0.5 and t.metrics["pro/proposals/refused/no_problem"] == 0.25
 
 
@@ -89,11 +82,5 @@ def test_where_nothing_passes_nothing_is_learned(base):
     assert list(medvlsynther.play(t)) == [] and t.metrics["gen/passed"] == 0
 
 
-@pytest.mark.parametrize("flags, complaint", [
-    (["--min-score", "1.1"], "--min-score 1.1: must be from 0 to 1"),
-    (["--answers", "best"], "--answers best: there are own, gold"),
-    (["--task", "last_letter"], "--task last_letter: reads no proposed problems")])
-def test_settings_that_cannot_work_are_refused_in_one_line(flags, complaint):
-    args = parsed("medvlsynther", *flags)
-    with pytest.raises(BadInput, match=complaint):
-        medvlsynther.check(args, make_task(args))
+def test_a_task_that_reads_no_proposals_is_refused():
+    assert_refused("medvlsynther", "--task last_letter: reads no proposed problems", "--task", "last_letter")

@@ -196,13 +196,6 @@ def test_odd_widths_and_other_types_take_the_plain_path(called, name):
     assert all(x.grad.dtype == torch.bfloat16 and x.grad.isfinite().all() for x in bf16) and not called
 
 
-def test_without_kernels_everything_is_the_twin(called, monkeypatch):
-    monkeypatch.setattr(cpu, "library", lambda: None)
-    for function, shapes in CASES.values():
-        assert_agree(function, tensors(shapes))
-    assert not called
-
-
 @pytest.mark.parametrize("C", [5, 64])
 def test_norm_by_its_formula_and_of_zeros(C):
     for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 1e-6)):

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from conftest import random_model
 
 from nanochat.common import BadInput, StopRequested
-from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.optim import adamw
 from nanochat.recipes.tango._pool import completions_of, extended
@@ -24,7 +24,7 @@ from nanochat.rl.learn.trainer import GAPS, update
 from nanochat.rl.play import updates
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.play.sampling import Sampler
-from nanochat.rl.play.updates import apply_update, check_column, check_loss
+from nanochat.rl.play.updates import apply_update, check_loss
 from nanochat.rl.records.prompts import Prompt, empty_verifier_prompt, generator_prompt, quoting_prompt, refine_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
 from nanochat.rl.run import steps
@@ -36,13 +36,8 @@ CPU = torch.device("cpu")
 PROBLEMS = [Problem("rl", i, f"problem {i}", "1") for i in range(3)]
 
 
-def tiny_model(seed: int = 0) -> GPT:
-    model = GPT(GPTConfig(64, 265, 2, 2, 1, 48, "L"), torch.float64).double()
-    draw = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        p.data = (torch.randn(p.shape, generator=draw, dtype=torch.float64)
-                  * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5))
-    return model
+def tiny_model(seed: int = 0):
+    return random_model(seed=seed)
 
 
 def rollouts_of(widths=(3, 5), group: int = 2, lengths=(4, 2, 3, 5), seed: int = 0) -> Rollouts:
@@ -58,19 +53,16 @@ def rollouts_of(widths=(3, 5), group: int = 2, lengths=(4, 2, 3, 5), seed: int =
                     columns={"outcome": [True, False, None, True]})
 
 
-def play_of(**roles: GPT) -> Play:
+def play_of(**roles) -> Play:
     """A run of roles without a task, on one rank."""
     args = SimpleNamespace(micro_batch_tokens=12, prefix_sharing=True, shard=False, temperature=1.0,
                            aggregation="sequence", updates_per_batch=1, lr_schedule="constant", max_grad_norm=0.0)
-    made = {}
-    for name, model in roles.items():
-        parameters = list(model.parameters())
-        made[name] = Role(name, model, parameters, torch.optim.SGD(parameters, lr=1.0), lr=1.0)
+    made = {name: Role(name, model, list(model.parameters()), torch.optim.SGD(model.parameters(), lr=1.0), lr=1.0)
+            for name, model in roles.items()}
     draws = {name: Draw(name, 4, 4, 6) for name in roles}
     tokenizer = SimpleNamespace(stop_tokens=[7], encode=lambda text: [ord(c) for c in text],
                                 decode=lambda ids: "".join(map(chr, ids)))
-    run = Run("r", CPU, 0, 1, "")
-    return Play(args, run, Sampler(None, tokenizer, 0), made, draws, dict.fromkeys(roles, 10),
+    return Play(args, Run("r", CPU, 0, 1, ""), Sampler(None, tokenizer, 0), made, draws, dict.fromkeys(roles, 10),
                 RunState(role_steps=dict.fromkeys(roles, 0)), PolicyLoss("reinforce"))
 
 
@@ -197,11 +189,9 @@ def test_parts_share_one_step_as_if_they_were_one(per):
 
 
 def test_an_update_on_targets_raises_their_logprob_not_the_tokens():
-    """One rollout, coefficient 1 on every token, sum over tokens: the gradient is that of the targets'
-    log-likelihood."""
+    """Coefficient 1 on every token, sum over tokens: the gradient is that of the targets' log-likelihood."""
     rollouts = rollouts_of(widths=(3,), group=1, lengths=(4,))
-    rollouts.columns = {}
-    rollouts.targets = (rollouts.tokens + 31) % 265
+    rollouts.columns, rollouts.targets = {}, (rollouts.tokens + 31) % 265
     moved, _ = gradient_of(play_of(generator=tiny_model()),
                            Update("generator", [(rollouts, torch.ones(1, 4))], aggregation="rollout"))
     model = tiny_model()
@@ -223,39 +213,34 @@ def test_rollout_sum_by_hand():
 
 
 def test_tokens_without_a_sampler_show_no_difference_from_it():
-    rollouts = rollouts_of()
-    rollouts.sampler_logprobs = play_of(generator=tiny_model()).logprobs("generator", rollouts) + 0.01
+    """The mean is over the 10 tokens that were drawn, not over all 14."""
+    rollouts, model = rollouts_of(), tiny_model()
+    logprobs = play_of(generator=model).logprobs("generator", rollouts)
+    rollouts.sampler_logprobs = logprobs + 0.01
     rollouts.sampler_logprobs[0] = float("nan")
     batch, = pack(rollouts, torch.ones(4, 5), torch.ones(4), 10 ** 9, True)
-    model = tiny_model()
-    parameters = list(model.parameters())
-    metrics = update(Role("generator", model, parameters, adamw(parameters, 0.0)), [batch], PolicyLoss("reinforce"),
-                     lr=0.0, max_grad_norm=0.0, temperature=1.0, device=CPU)
+    metrics = update(Role("generator", model, list(model.parameters()), adamw(model.parameters(), 0.0)), [batch],
+                     PolicyLoss("reinforce"), lr=0.0, max_grad_norm=0.0, temperature=1.0, device=CPU)
     assert metrics["rollout_logprobs_diff_max"] == pytest.approx(0.01, rel=1e-3)
-    drawn = play_of(generator=tiny_model()).logprobs("generator", rollouts)[1:]
-    drawn = drawn[drawn != 0].double()
-    # The mean over the 10 tokens that were drawn, not over all 14.
+    drawn = logprobs[1:][logprobs[1:] != 0].double()
     assert (metrics["rollout_probs_diff_mean"]
             == pytest.approx(float((drawn.exp() - (drawn + 0.01).exp()).abs().mean()), rel=1e-3))
 
 
 def test_every_skipped_update_of_a_batch_is_counted(monkeypatch):
-    t = play_of(generator=tiny_model())
-    t.args.updates_per_batch, results = 2, iter([1, 0])
+    t, results = play_of(generator=tiny_model()), iter([1, 0])
     monkeypatch.setattr(updates, "update", lambda *args, **options: {
         "loss": 0.0, "skipped": next(results), **dict.fromkeys(GAPS)})
-    rollouts = rollouts_of()
-    assert apply_update(t, Update("generator", [(rollouts, torch.ones(4, 5))]))["skipped"] == 1
+    assert apply_update(t, Update("generator", [(rollouts_of(), torch.ones(4, 5))], num_updates=2))["skipped"] == 1
     assert t.state.skipped_in_a_row == {"generator": 1} and t.steps["generator"] == 1
 
 
 def test_a_rate_decays_by_the_updates_of_its_own_role(monkeypatch):
     """linear: 1 at a role's first update, .1 at its last: the generator has 10, the verifier 3."""
-    t = play_of(generator=tiny_model(), verifier=tiny_model())
-    t.args.lr_schedule, t.totals, rates = "linear", {"generator": 10, "verifier": 3}, []
-    monkeypatch.setattr(updates, "update",
-                        lambda role, *args, lr, **options: rates.append(round(lr, 6)) or {
-                            "skipped": 0, **dict.fromkeys(GAPS)})
+    t, rates = play_of(generator=tiny_model(), verifier=tiny_model()), []
+    t.args.lr_schedule, t.totals = "linear", {"generator": 10, "verifier": 3}
+    monkeypatch.setattr(updates, "update", lambda role, *args, lr, **options: rates.append(round(lr, 6)) or {
+        "skipped": 0, **dict.fromkeys(GAPS)})
     for role in ("verifier", "generator", "verifier", "verifier"):
         apply_update(t, Update(role, [(rollouts_of(), torch.ones(4, 5))]))
     assert rates == [1.0, 1.0, 0.55, 0.1]
@@ -289,9 +274,8 @@ def test_a_step_that_is_thrown_away_leaves_no_trace_in_the_memory():
     state.memory |= {"phase": "generator", "new": 1}
     state.role_steps["generator"] = 3
     state.restore(before)
-    assert (state.memory.keys() == {"pool", "phase"} and state.memory["phase"] == "warmup"
-            and state.role_steps == {"generator": 2})
-    assert torch.equal(state.memory["pool"]["tokens"], torch.ones(2, 2))
+    assert state.memory.keys() == {"pool", "phase"} and state.memory["phase"] == "warmup"
+    assert state.role_steps == {"generator": 2} and torch.equal(state.memory["pool"]["tokens"], torch.ones(2, 2))
 
 
 def test_a_pool_keeps_the_last_ones_whatever_their_lengths():
@@ -347,7 +331,7 @@ def test_what_is_not_declared_is_not_sampled_and_nothing_twice_in_a_step(name, r
         t._limit("generator", "generator", None, 2, 4)
 
 
-def changed(**columns) -> Rollouts:
+def changed(columns: dict) -> Rollouts:
     rollouts = rollouts_of()
     rollouts.columns = columns
     return rollouts
@@ -360,9 +344,10 @@ BAD_UPDATES = [
     (Update("generator", iter([(rollouts_of(), ONES)])), "must be a list of"), (Update("generator", []), "a list of"),
     (Update("generator", [rollouts_of()]), "must be pairs of Rollouts and a tensor"),
     (Update("generator", [(rollouts_of(), ONES.long())]), "are torch.int64 on cpu: they must be floats"),
-    (Update("generator", [(changed(x=[1]), ONES)]), "column 'x' of 4 rollouts .* is a list of 1"),
-    (Update("generator", [(changed(x=list(ONES)), ONES)]), "Tensor is not JSON"),
-    (Update("generator", [(changed(step=[1] * 4), ONES)]), "columns of rollouts cannot be called step or role"),
+    (Update("generator", [(changed({"x": [1]}), ONES)]), "column 'x' of 4 rollouts .* is a list of 1"),
+    (Update("generator", [(changed({"x": list(ONES)}), ONES)]), "Tensor is not JSON"),
+    (Update("generator", [(changed({"step": [1] * 4}), ONES)]), "columns of rollouts cannot be called step"),
+    (Update("generator", [(changed({(1, 2): [1] * 4}), ONES)]), "its name is a tuple"),
     *[(Update("generator", [(rollouts_of(), ONES)], **options), words) for options, words in (
         (dict(lr=math.nan), "rate of an Update .* is nan"), (dict(num_updates=0), "to be made 0 times"),
         (dict(aggregation="line"), "averaged by 'line'; there are"), (dict(loss="ppo_clip"), "is a str, not a PolicyL"),
@@ -378,12 +363,7 @@ def test_an_update_that_cannot_be_made_is_refused(wanted, words):
     with pytest.raises(BadInput, match=words):
         apply_update(t, wanted)
     assert not t.has_moved
-
-
-def test_a_loss_may_pull_to_a_start_that_is_kept_and_a_column_has_a_name():
     check_loss("generator", PolicyLoss(kl_coef=0.1), has_reference=True)
-    with pytest.raises(BadInput, match="its name is a tuple"):
-        check_column((1, 2), [1], 1)
 
 
 @pytest.mark.parametrize("role, values, words", [
@@ -416,38 +396,31 @@ def test_scores_and_steps_that_a_recipe_gives_wrongly_are_named():
 
 def test_advantages_and_targets_of_another_shape_are_refused():
     rollouts, t = rollouts_of(), play_of(generator=tiny_model())
-    for advantages in (torch.ones(4, 1), torch.ones(4, 4), torch.ones(3, 5)):
+    for shape in ((4, 1), (4, 4), (3, 5)):
         with pytest.raises(ValueError, match=r"advantages have the shape .* the rollouts' tokens \(4, 5\)"):
-            apply_update(t, Update("generator", [(rollouts, advantages)]))
+            apply_update(t, Update("generator", [(rollouts, torch.ones(shape))]))
     with pytest.raises(ValueError, match="targets have the shape"):
         t.logprobs("generator", rollouts, targets=torch.zeros(4, 4, dtype=torch.long))
 
 
 def test_a_memory_that_would_not_come_back_as_it_is_is_refused():
-    check_memory({"pool": {"tokens": torch.ones(2)}, "phase": "warmup", "n": [1, 2.0], "none": None})
-    for value in (PROBLEMS[0], {1, 2}, torch.device("cpu"), [PROBLEMS[0]], [1, {2}], numpy.float64(1),
-                  [1.0, numpy.int64(1)], torch.ones(1, requires_grad=True)):
-        with pytest.raises(ValueError, match=r"memory\['x'\].* is a "):
-            check_memory({"x": value})
-    with pytest.raises(ValueError, match=r"memory\['x'\] has a key of type frozenset"):
-        check_memory({"x": {frozenset(): 1}})
-    check_memory({"x": 2 ** 1000})
-    with pytest.raises(ValueError, match=r"memory\['x'\] is a number of 2041 bits"):
-        check_memory({"x": -2 ** 2040})
-    with pytest.raises(ValueError, match="is a Parameter"):
-        check_memory(torch.nn.Parameter(torch.ones(1), requires_grad=False))
-    endless = []
+    check_memory({"pool": {"tokens": torch.ones(2)}, "phase": "warmup", "n": [1, 2.0, 2 ** 1000], "none": None})
+    endless: list = []
     endless.append(endless)
-    with pytest.raises(ValueError, match="is nested more than"):
-        check_memory(endless)
+    of_kind = [PROBLEMS[0], {1, 2}, CPU, [PROBLEMS[0]], [1, {2}], numpy.float64(1), [1.0, numpy.int64(1)],
+               torch.ones(1, requires_grad=True), torch.nn.Parameter(torch.ones(1), requires_grad=False)]
+    for value, words in [*((value, r"memory\['x'\].* is a ") for value in of_kind), (endless, "is nested more than"),
+                         ({frozenset(): 1}, r"memory\['x'\] has a key of type frozenset"),
+                         (-2 ** 2040, r"memory\['x'\] is a number of 2041 bits")]:
+        with pytest.raises(ValueError, match=words):
+            check_memory({"x": value})
 
 
 def test_evaluations_take_no_problem_from_training():
     t = play_of(generator=tiny_model())
     t.sampler.task = SimpleNamespace(name="numbers", problem=lambda split, index: Problem(split, index, "1+1", "2"))
     drawn = lambda *args: [problem.index for problem in t.problems(*args)]
-    t.args.examples_per_step = 2
-    t.evaluating = True
+    t.args.examples_per_step, t.evaluating = 2, True
     assert drawn() == drawn() == [0, 1] and t.num_drawn == 0
     t.evaluating = False
     assert drawn() == [0, 1] and drawn(3) == [2, 3, 4] and t.num_drawn == 5
@@ -471,10 +444,8 @@ def test_an_evaluation_has_the_limit_of_what_it_asks_for():
 def test_a_snapshot_carries_its_step_through():
     t = play_of(generator=tiny_model(), opponent=tiny_model(1))
     t.copy_weights("generator", "opponent")
-    assert t.has_moved
-    for ours, theirs in zip(t.roles["opponent"].model.parameters(), t.roles["generator"].model.parameters(),
-                            strict=True):
-        assert torch.equal(ours, theirs) and ours is not theirs
+    pairs = list(zip(*(t.roles[name].model.parameters() for name in ("opponent", "generator")), strict=True))
+    assert t.has_moved and all(torch.equal(ours, theirs) and ours is not theirs for ours, theirs in pairs)
 
 
 def test_a_step_without_an_update_shows_what_the_recipe_shows(capsys):

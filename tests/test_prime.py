@@ -46,43 +46,28 @@ MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]]).bool()
 GROUP = torch.zeros(3, dtype=torch.long)
 
 
-def test_the_papers_baseline_is_the_mean_of_the_others_mean_rewards():
+def test_baselines_by_hand():
+    """Of the paper the mean of the others' mean rewards; the code has r K / (K - 1) less the sum of means / (K - 1)."""
     # (4 + 1) / 2 = 2.5, (2 + 1) / 2 = 1.5, (2 + 4) / 2 = 3
-    expected = [[1 - 2.5, 3 - 2.5, 0.0], [4 - 1.5, 0.0, 0.0], [0.0 - 3, 0.0 - 3, 3.0 - 3]]
-    close(prime.process_rloo(REWARDS, MASK, GROUP, "paper"), expected)
-
-
-def test_the_codes_baseline_is_r_k_over_k_minus_1_less_the_sum_of_means_over_k_minus_1():
+    close(prime.process_rloo(REWARDS, MASK, GROUP, "paper"),
+          [[1 - 2.5, 3 - 2.5, 0.0], [4 - 1.5, 0.0, 0.0], [0.0 - 3, 0.0 - 3, 3.0 - 3]])
     # r * 3/2 - (2 + 4 + 1) / 2: 1.5 - 3.5, 4.5 - 3.5; 6 - 3.5; 0 - 3.5, 0 - 3.5, 4.5 - 3.5
-    expected = [[-2.0, 1.0, 0.0], [2.5, 0.0, 0.0], [-3.5, -3.5, 1.0]]
-    close(prime.process_rloo(REWARDS, MASK, GROUP, "code"), expected)
-
-
-def test_baselines_stay_within_groups_and_a_group_of_one_gets_nothing():
-    group_id = torch.tensor([0, 0, 1])
-    for baseline in ("paper", "code"):
-        both = prime.process_rloo(REWARDS, MASK, group_id, baseline)
-        assert torch.equal(both[:2], prime.process_rloo(REWARDS[:2], MASK[:2], group_id[:2], baseline))
+    close(prime.process_rloo(REWARDS, MASK, GROUP, "code"), [[-2.0, 1.0, 0.0], [2.5, 0.0, 0.0], [-3.5, -3.5, 1.0]])
+    for baseline in ("paper", "code"):  # they stay within groups, and a group of one gets nothing
+        both = prime.process_rloo(REWARDS, MASK, torch.tensor([0, 0, 1]), baseline)
+        assert torch.equal(both[:2], prime.process_rloo(REWARDS[:2], MASK[:2], GROUP[:2], baseline))
         assert (both[2] == 0).all()
-
-
-def test_forced_tokens_are_no_part_of_a_mean_and_get_no_reward():
+    # Forced tokens are no part of a mean, (1 + 3) / 2 = 2, and get no reward
     rewards, mask = torch.tensor([[1.0, 0.0, 3.0], [0.0, 0.0, 0.0]]), torch.tensor([[1, 0, 1], [1, 1, 1]]).bool()
-    # the first one's mean is (1 + 3) / 2 = 2
     close(prime.process_rloo(rewards, mask, GROUP[:2], "paper"), [[1.0, 0.0, 3.0], [-2.0, -2.0, -2.0]])
 
 
 def test_the_largest_return_is_taken_over_all_ranks():
-    seen = []
-
     def other_rank(tensor, op):
-        seen.append(op)
+        assert op == "max"
         return torch.maximum(tensor, torch.tensor(7.0))
-
     rewards = torch.tensor([[1.0, -9.0], [2.0, 2.0]])  # returns -8, -9 and 4, 2
-    assert prime.largest_return(rewards, lambda tensor, op: tensor) == 9
-    assert prime.largest_return(rewards[1:], other_rank) == 7 and prime.largest_return(rewards[:0], other_rank) == 7
-    assert seen == ["max", "max"]
+    assert [prime.largest_return(rewards[rows], other_rank) for rows in ([0, 1], [1], [])] == [9, 7, 7]
 
 
 # The advantage
@@ -200,25 +185,18 @@ def test_a_step_whose_problems_are_all_left_out_moves_nobody(base):
 
 # How well it judges
 
-def test_pairs_are_of_right_and_wrong_rollouts_of_one_problem():
+def test_how_well_log_odds_judge_rollouts_pairs_and_steps():
     # problem 0: right 2, wrong 1 and 3; problem 1: right 5, wrong 5; problem 2: two right ones make no pair
     outcomes, scores = [True, False, False, False, True, True, True], [2.0, 1.0, 3.0, 5.0, 5.0, 0.0, 1.0]
     assert pair_wins(outcomes, scores, [0, 0, 0, 1, 1, 2, 2]) == [1.0, 0.0, 0.5]
-
-
-def test_a_rollout_is_judged_right_when_its_log_odds_are_positive():
     q = torch.tensor([[50.0, -10.0], [-50.0, 10.0], [0.0, 0.0], [30.0, 10.0]])  # beta sum q = 2, -2, 0, 2
     judged = judgments(0.05 * q, [True, False, True, False], [0, 0, 0, 0])
     # -log sigma(2) = .126928 for a right one and, of -2, for a wrong one; log 2; -log sigma(-2) = 2.126928
     assert judged["bce"] == pytest.approx([0.126928, 0.126928, math.log(2), 2.126928], rel=1e-5)
     assert judged["accuracy"] == [True, True, False, False]  # .5 is not above .5
     assert judged["pair_accuracy"] == [1.0, 0.5, 1.0, 0.0]   # 40 against -40 and 40; 0 against -40 and 40
-
-
-def test_a_steps_score_is_the_sum_over_its_tokens():
-    q = [1.0, 2.0, 4.0, 8.0, 16.0]
-    assert step_sums([True, False], [1, 3], q) == [[True, 3.0], [False, 12.0]]  # the last token is of no step
-    assert step_sums([], [1, 3], q) == []  # nobody labelled them
+    assert step_sums([True, False], [1, 3], [1.0, 2.0, 4.0, 8.0, 16.0]) == [[True, 3.0], [False, 12.0]]
+    assert step_sums([], [1, 3], [1.0, 2.0, 4.0, 8.0, 16.0]) == []  # nobody labelled them
 
 
 @pytest.mark.parametrize("words, flags", [

@@ -1,16 +1,14 @@
 """
-Progress rewards: the values of prefixes by a prover that is known, what they make of steps, short runs.
+Progress rewards: the values of prefixes by a prover that is known, what they make of steps.
 
     python -m pytest tests/test_progress_rewards.py -q
 """
 import pytest
 import torch
-from test_dpo import parsed, random_play
+from test_dpo import assert_refused, random_play
 
-from nanochat.common import BadInput
 from nanochat.recipes.policy import progress_rewards
 from nanochat.rl.credit.rewards import at_step_ends, step_rewards
-from scripts import tango_rl
 
 TEXTS = ["1+1:2;2+1:0;=20", "1+1:2;2+1:1;=21", "=2"]
 LONG_FIRST = ["1+1:2;2+1:0;0+0:0;=200", "1+1:2;2+1:1;=21", "1+1:2;2+1:0;=20"]
@@ -18,9 +16,7 @@ LONG_FIRST = ["1+1:2;2+1:0;0+0:0;=200", "1+1:2;2+1:1;=21", "1+1:2;2+1:0;=20"]
 
 def play_of(*flags: str):
     """A step of random models; see test_dpo."""
-    t = random_play("progress_rewards", *flags)
-    t.totals = dict.fromkeys(t.roles, t.args.num_steps)
-    return t
+    return random_play("progress_rewards", *flags)
 
 
 def measured(t, worth, texts=TEXTS):
@@ -32,8 +28,7 @@ def measured(t, worth, texts=TEXTS):
     def sample(draw, prompts, num, tool=None):
         bare = t.solve_prompts([problem])[0].ids
         asked.extend(t.tokenizer.decode(prompt.ids[len(bare):]) for prompt in prompts)
-        found = t.written("prover", [p for p in prompts for _ in range(num)], ["x"] * (len(prompts) * num))
-        return found
+        return t.written("prover", [p for p in prompts for _ in range(num)], ["x"] * (len(prompts) * num))
 
     t.sample, numbers = sample, {}
 
@@ -102,11 +97,5 @@ def test_with_alpha_0_the_outcomes_alone_reward(base):
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2]) and found[0].any()
 
 
-@pytest.mark.parametrize("flags, complaint", [
-    (["--step-values", "omega_prm"], "--step-values omega_prm: there are pav, "),
-    (["--continuations", "0"], "--continuations 0: must be at least 1"),
-    (["--best-of", "9"], "--best-of 9: of --continuations 8"), (["--alpha", "-1"], "--alpha -1.0: must be at least 0"),
-    (["--combine", "both"], "--combine both: there are")])
-def test_settings_that_cannot_work_are_refused(base, flags, complaint):
-    with pytest.raises(BadInput, match=complaint):
-        tango_rl.main(parsed("progress_rewards", *flags))
+def test_no_more_are_kept_than_there_are():
+    assert_refused("progress_rewards", "--best-of 9: of --continuations 8", "--best-of", "9")

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import on_two_ranks
-from test_dpo import parsed, random_play
+from test_dpo import assert_refused, keep, of_one_and_two_ranks, parsed, random_play, writing
 
 from nanochat import recipes
 from nanochat.common import BadInput
@@ -80,10 +79,9 @@ def test_demonstrations_are_new_problems_of_sft_and_some_are_refused():
 
 # What is earned
 
-@pytest.mark.parametrize("p, rewards", [(0.0, (1, 0, 0)), (0.25, (0.75, 0.75, 0.75)), (0.5, (0.5, 0.5, 1)),
-                                        (1 / 3, (2 / 3, 2 / 3, 8 / 9)), (1.0, (0, 0, 0))])
-def test_rewards_by_the_share_of_right_solutions(p, rewards):
-    assert (one_minus(p), azr(p), parabola(p)) == pytest.approx(rewards)
+def test_rewards_by_the_share_of_right_solutions():
+    for p, rewards in ((0.0, (1, 0, 0)), (0.25, (0.75, 0.75, 0.75)), (0.5, (0.5, 0.5, 1)), (1.0, (0, 0, 0))):
+        assert (one_minus(p), azr(p), parabola(p)) == pytest.approx(rewards)
 
 
 @pytest.mark.parametrize("text, num_steps, score", [
@@ -97,18 +95,15 @@ def test_a_score_by_hand(text, num_steps, score):
     assert judge_score(parse_verification(COMPACT, text, num_steps)) == pytest.approx(score)
 
 
-@pytest.mark.parametrize("scores, reward", [
-    ([1, 1, 1], (1 + 0 + 1) / 3), ([1, 0, 0], (1 + 2 / 3 + 1) / 3),
-    ([0.7, 0.1, 0.1], (0.7 + 0.7 + 1) / 3),     # at the bar: 1 - .9 / 3
-    ([0.69, 0.1, 0.1], (0.69 + 1) / 3), ([0, 0, 0], 1 / 3), ([0.5, 0.5, 0.5], 0.5)])
-def test_a_problem_of_low_quality_has_no_difficulty(scores, reward):
-    assert proposer_reward(scores) == pytest.approx(reward)
+def test_a_problem_of_low_quality_has_no_difficulty():
+    for scores, reward in (([1, 1, 1], 1 + 0 + 1), ([1, 0, 0], 1 + 2 / 3 + 1), ([0, 0, 0], 1), ([0.5, 0.5, 0.5], 1.5),
+                           ([0.7, 0.1, 0.1], 0.7 + 0.7 + 1), ([0.69, 0.1, 0.1], 0.69 + 1)):  # .7 is the bar
+        assert proposer_reward(scores) == pytest.approx(reward / 3)
 
 
-@pytest.mark.parametrize("refusal, p, reward", [("", 0.25, 0.75), ("", None, None), ("cut", None, 0.0),
-                                                ("no_problem", 0.25, 0.0), ("held_out", None, None)])
-def test_what_is_refused_earns_0_and_what_nobody_could_know_nothing(refusal, p, reward):
-    assert earns(refusal, p, one_minus) == reward
+def test_what_is_refused_earns_0_and_what_nobody_could_know_nothing():
+    asked = [("", 0.25), ("", None), ("cut", None), ("no_problem", 0.25), ("held_out", None)]
+    assert [earns(refusal, p, one_minus) for refusal, p in asked] == [0.75, None, 0, 0, None]
 
 
 def test_what_solver_and_judge_earn():
@@ -127,15 +122,7 @@ def play_with(texts: dict[str, list[str]], *flags: str):
     t = random_play("multi_agent_evolve", "--examples-per-step", str(P), "--num-samples", "2", "--num-attempts", "2",
                     *flags)
     t.task.check = lambda problem, text: t.task.fmt.answer(text) == problem.answer
-    t.asked = {}
-
-    def sample(draw, prompts, num=None, **_):
-        prompts = [prompt for prompt in prompts for _ in range(num or t.draws[draw].num_samples)]
-        t.asked[draw] = [prompt.problem for prompt in prompts]
-        given = [texts[draw][n % len(texts[draw])] for n in range(len(prompts))]
-        return t.written("generator", prompts, given).with_prompts(prompts)
-    t.sample = sample
-    return t
+    return writing(t, texts)
 
 
 GOOD, BETTER = in_which(1, "rl"), in_which(2, "rl")
@@ -151,8 +138,7 @@ def test_a_step_by_hand(base):
     # GOOD has scores 1 and 0: quality 1, difficulty .5. BETTER has 0 and 0: it is not kept.
     assert proposals.columns["reward"] == [pytest.approx(2.5 / 3), 0, None, pytest.approx(1 / 3)]
     assert proposals.columns["refused"] == ["", "with_answer", "held_out", ""]
-    first = t.task.problem("rl", 0).index
-    assert t.memory["pool"] == [[2 * first, GOOD]]
+    assert t.memory["pool"] == [[2 * t.task.problem("rl", 0).index, GOOD]]
     assert [problem.prompt for problem in t.asked["attempts"]] == [GOOD, GOOD, BETTER, BETTER]
     # the second solution has no answer
     assert solutions.columns["reward"] == [1, 0, 0.5, 1] and solutions.columns["judge_score"] == [1, 0, 0, 1]
@@ -164,6 +150,7 @@ def test_a_step_by_hand(base):
     assert found == {"proposals/valid": 0.5, "proposals/refused/with_answer": 0.25, "proposals/refused/held_out": 0.25,
                      "proposals/refused/cut": 0, "proposals/kept": 0.5, "proposals/distinct": 1,
                      "proposals/quality": 0.5, "proposals/difficulty": 0.75, "judge/score": 0.5, "pool_size": 0}
+    assert apply_update(t, update)["skipped"] == 0 and t.steps["generator"] == 1  # once for all roles
 
 
 def test_each_role_is_whitened_by_itself(base):
@@ -207,11 +194,7 @@ def test_the_pool_is_what_the_solver_is_asked_and_references_stand_in(base):
     assert t.memory["pool"][:2] == [[11, BETTER], [12, GOOD]] and len(t.memory["pool"]) == 3
     found, *rest = drawn(t, [[10, GOOD]])
     assert (found.split, found.index, found.prompt) == ("proposed", 10, GOOD) and rest == [None]
-
-
-def test_a_text_that_was_proposed_several_times_is_asked_once(base):
-    t = play_with(TEXTS)
-    found, *rest = drawn(t, [[10, GOOD], [11, GOOD], [12, GOOD]])
+    found, *rest = drawn(t, [[10, GOOD], [11, GOOD], [12, GOOD]])  # a text that was proposed several times
     assert (found.prompt, rest) == (GOOD, [None])
 
 
@@ -229,12 +212,6 @@ def test_a_completion_without_an_end_is_no_problem(base):
     t.written = lambda role, prompts, texts: written(role, prompts, [t.tokenizer.encode(text) for text in texts])
     found = propose(t, "generator", t.problems(), 2, "propose")
     assert found.refusals == ["cut"] * 4 and found.valid == [] and spread([], found.problems) == [None] * 4
-
-
-def test_an_update_moves_the_model_once_for_all_roles(base):
-    t = play_with(TEXTS)
-    update, = mae.play(t)
-    assert apply_update(t, update)["skipped"] == 0 and t.steps["generator"] == 1
 
 
 # Ranks
@@ -258,34 +235,22 @@ def play_share(folder: str) -> None:
     update, = mae.play(t)
     rows = [[problem.split, problem.index, text, round(a, 4)] for rollouts, advantages in update.parts
             for problem, text, a in zip(rollouts.problems(), rollouts.texts, advantages[:, 0].tolist(), strict=True)]
-    torch.save({"rows": rows, "metrics": t.metrics, "pool": t.memory["pool"]},
-               f"{folder}/rank{t.run.rank}of{t.run.world}.pt")
+    keep(t, {"rows": rows, "metrics": t.metrics, "pool": t.memory["pool"]}, folder)
 
 
 def test_two_ranks_propose_and_pool_as_one_does(base, tmp_path):
-    play_share(str(tmp_path))
-    on_two_ranks(play_share, str(tmp_path))
-    one, first, second = (torch.load(tmp_path / f"{name}.pt", weights_only=True)
-                          for name in ("rank0of1", "rank0of2", "rank1of2"))
+    one, first, second = of_one_and_two_ranks(play_share, tmp_path)
     assert sorted(first["rows"] + second["rows"]) == sorted(one["rows"])
     for found in (first, second):
-        assert found["pool"] == one["pool"]
-        assert found["metrics"].keys() == one["metrics"].keys()
+        assert found["pool"] == one["pool"] and found["metrics"].keys() == one["metrics"].keys()
         for name, value in one["metrics"].items():
             assert found["metrics"][name] == (None if value is None else pytest.approx(value, rel=1e-9)), name
 
 
 # Flags
 
-@pytest.mark.parametrize("flags, complaint", [
-    (["--proposer-reward", "fame"], "--proposer-reward fame: there are "),
-    (["--judge-reward", "fame"], "--judge-reward fame: there are format, grounded"),
-    (["--num-attempts", "0"], "--num-attempts 0: must be at least 1"),
-    (["--task", "last_letter"], "--task last_letter: reads no proposed problems")])
-def test_settings_that_cannot_work_are_refused_in_one_line(flags, complaint):
-    args = parsed("multi_agent_evolve", *flags)
-    with pytest.raises(BadInput, match=complaint):
-        mae.check(args, make_task(args))
+def test_a_task_that_reads_no_proposals_is_refused():
+    assert_refused("multi_agent_evolve", "--task last_letter: reads no proposed problems", "--task", "last_letter")
 
 
 @pytest.mark.parametrize("name", ["read_problem", "hint_of", "refusals"])

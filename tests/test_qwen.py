@@ -1,9 +1,5 @@
-"""
-Imported models through the scripts: a random model of Qwen2.5's shape is written, imported, trained, continued,
-exported, and opened by transformers.
-
-    python -m pytest tests/test_qwen.py
-"""
+"""Imported models through the scripts: a random model of Qwen2.5's shape is written, imported, trained, continued,
+exported, and opened by transformers."""
 import json
 import os
 import shutil
@@ -126,7 +122,7 @@ def test_resume_continues_bit_for_bit_also_with_activations_kept(trained, traine
     assert_same_weights(weights(trained_copy, "r", LAST), weights(trained / "base", "r", LAST))
 
 
-@pytest.mark.parametrize("head, layers", [("frozen", 1), ("trunk", 2), ("prompt", None)])
+@pytest.mark.parametrize("head, layers", [("frozen", 1), ("prompt", None)])
 def test_an_imported_model_is_both_roles_on_one_trunk(trained, trained_copy, head, layers):
     """With a tied head too, which the verifier unties where it has one of its own; and the run goes on bit for bit."""
     flags = [*RL, "--run", "one", "--verifier-tag", "q", "--verifier-head", head, "--kl-coef", "0.01", "--num-steps", 2,
@@ -184,9 +180,9 @@ def test_an_export_of_an_earlier_step_is_in_bf16_unless_told_otherwise(trained, 
             == (trained / "gen" / "model.safetensors").read_bytes())
 
 
-# A model that learns
+# All scripts
 
-def test_an_imported_model_learns_and_the_other_scripts_take_it(tmp_path, monkeypatch, capsys):
+def test_all_scripts_take_an_imported_model(tmp_path, monkeypatch, capsys):
     """SFT of both roles, stopped halfway and continued; RL; then chat_eval, verifier_eval and chat_cli."""
     base = tmp_path / "base"
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
@@ -194,19 +190,15 @@ def test_an_imported_model_learns_and_the_other_scripts_take_it(tmp_path, monkey
     run(hf_import, "--source", tmp_path / "random", "--model-tag", "start")
     before = state_of("sft", "start")
     sft = [*CHAIN, "--from-stage", "sft", "--from-tag", "start", "--num-sampled", 8, "--examples-per-step", 8]
-    run(chat_sft, *sft, "--role", "generator", "--num-steps", 60, "--save-every", 40)
-    losses, straight = losses_of(base, "c"), state_of("sft", "c", 60)
-    assert len(losses) == 60 and sum(losses[-5:]) / 5 < 0.5 * losses[0]
-    assert list_steps("sft", "c") == [40, 60] and not any(torch.equal(before[name], straight[name])
-                                                             for name in before)
-    os.remove(path_of("sft", "c", "model_000060.pt"))
-    run(chat_sft, *sft, "--role", "generator", "--num-steps", 60, "--save-every", 40, "--resume-from-step", "auto",
+    run(chat_sft, *sft, "--role", "generator", "--num-steps", 6, "--save-every", 4)
+    losses, straight = losses_of(base, "c"), state_of("sft", "c", 6)
+    assert list_steps("sft", "c") == [4, 6] and not any(torch.equal(before[name], straight[name]) for name in before)
+    os.remove(path_of("sft", "c", "model_000006.pt"))
+    run(chat_sft, *sft, "--role", "generator", "--num-steps", 6, "--save-every", 4, "--resume-from-step", "auto",
         "--recompute")
-    assert losses_of(base, "c") == losses
-    assert_same_weights(state_of("sft", "c", 60), straight)
-    run(chat_sft, *sft, "--role", "verifier", "--num-steps", 16)
-    losses = losses_of(base, "c-ver")
-    assert sum(losses[-5:]) / 5 < 0.7 * losses[0]
+    assert losses_of(base, "c") == losses and len(losses) == 6
+    assert_same_weights(state_of("sft", "c", 6), straight)
+    run(chat_sft, *sft, "--role", "verifier", "--num-steps", 2)
 
     run(tango_rl, *TANGO, "--run", "g", "--recipe", "grpo", "--num-steps", 2, "--lr", "1e-3")
     log = records(base, "g")
@@ -311,16 +303,14 @@ def test_a_second_import_says_which_template_and_stop_tokens_are_not_taken(capsy
     assert {path.name: path.read_bytes() for path in kept.iterdir()} == before and list_steps("sft", "changed") == [0]
 
 
-def test_an_import_that_was_killed_is_made_again(made_copy):
+def test_an_import_that_was_killed_is_made_again(capsys, made_copy, monkeypatch):
+    """One into a directory with a tokenizer of ours is refused."""
     folder = made_copy / "base" / "tokenizer"
     expected = {path.name: path.read_bytes() for path in folder.iterdir()}
     (folder / "tokenizer.json").rename(folder / "tokenizer.json.tmp")
     (folder / "tokenizer_config.json").write_text("half")
     run(hf_import, "--source", made_copy / "random", "--model-tag", "d")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
-
-
-def test_an_import_into_a_directory_with_a_tokenizer_of_ours_is_refused(capsys, made_copy, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(made_copy / "fresh"))
     run(tok_train, *TASK_FLAGS)
     capsys.readouterr()

@@ -18,6 +18,7 @@ import torch
 from conftest import on_two_ranks, parse, rl_flags, run_scripts
 from test_documents import TODAY
 from test_glossary import UNSEEN, keys_of, spelled_out, unexplained, unseen
+from test_tango_rl import copy_run, records
 
 from nanochat import recipes
 from nanochat.checkpoint import saved_steps
@@ -25,7 +26,6 @@ from nanochat.common import BadInput, Diverged, StopRequested, script_main
 from nanochat.rl.learn.roles import trained_roles
 from nanochat.rl.play.play import Play
 from nanochat.rl.run import prepare, steps
-from nanochat.storage.run import MEASURED
 from scripts import report, tango_rl
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -64,11 +64,8 @@ def recipe(request, own_file) -> str:
 
 @pytest.fixture(scope="module")
 def trained(sft_base, tmp_path_factory):
-    """A base directory in which every recipe has a run on one rank, straight-<name>, and one on two ranks,
-    two-<name>."""
-    base = tmp_path_factory.mktemp("trained") / "base"
-    shutil.copytree(sft_base, base)
-    return base
+    """A base directory in which every recipe has a run on one rank, straight-<name>, and one on two, two-<name>."""
+    return Path(shutil.copytree(sft_base, tmp_path_factory.mktemp("trained") / "base"))
 
 
 @pytest.fixture
@@ -83,12 +80,6 @@ def flags_of(recipe: str, *more: str) -> list[str]:
 
 def train(recipe: str, *more: str) -> None:
     tango_rl.main(parse(tango_rl, flags_of(recipe, *more)))
-
-
-def records(base, run: str, name: str = "metrics.jsonl") -> list[dict]:
-    path = base / "runs" / run / name
-    lines = path.read_text().splitlines() if path.exists() else []  # no rollouts where no step had an update
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(MEASURED)} for line in lines]
 
 
 def tensors(value, name: str = "") -> dict:
@@ -110,16 +101,6 @@ def last_set(base, run: str) -> dict:
     return found
 
 
-def copied_run(base, old: str, new: str) -> None:
-    """The run under another name, as if it had been started under it."""
-    shutil.copytree(base / "runs" / old, base / "runs" / new)
-    for folder in (base / "chatrl_checkpoints").glob(f"{old}-*"):
-        shutil.copytree(folder, base / "chatrl_checkpoints" / folder.name.replace(f"{old}-", f"{new}-", 1))
-    path = base / "runs" / new / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "args": {**config["args"], "run": new}}))
-
-
 def straight(base, recipe: str) -> str:
     """The recipe's run on one rank, made once."""
     run = f"straight-{recipes.short(recipe)}"
@@ -130,7 +111,7 @@ def straight(base, recipe: str) -> str:
 
 def test_a_continued_run_is_a_straight_one_bit_for_bit(at_base, recipe):
     run = straight(at_base, recipe)
-    copied_run(at_base, run, f"continued-{run}")
+    copy_run(at_base, run, f"continued-{run}")
     train(recipe, "--run", f"continued-{run}", "--resume-from-step", "1")
     one, two = last_set(at_base, run), last_set(at_base, f"continued-{run}")
     assert one.keys() == two.keys() and len(one) > 20
@@ -157,8 +138,7 @@ def first_steps(calls, path: str) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks(trained, own_file):
-    """The base directory, with a step of every recipe on two ranks: all of them in one start, as a start takes
-    seconds."""
+    """The base directory, with a step of every recipe on two ranks, all in one start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(trained))  # where labelled solutions are
         calls = [("scripts.tango_rl", flags_of(name, "--run", f"two-{recipes.short(name)}", "--num-steps", "1"))
@@ -171,11 +151,9 @@ def test_two_ranks_do_what_one_does(at_base, two_ranks, recipe):
     """Rounding differs, and with it what is sampled after an update: the first step is compared."""
     one, two = records(at_base, straight(at_base, recipe))[0], records(two_ranks, f"two-{recipes.short(recipe)}")[0]
     assert one.keys() == two.keys()
-    for name, value in one.items():
-        if isinstance(value, float | int) and "diff" not in name:
-            assert two[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
-        elif "diff" not in name:
-            assert two[name] == value, name
+    for name in (name for name in one if "diff" not in name):
+        is_number = isinstance(one[name], float | int)
+        assert two[name] == (pytest.approx(one[name], rel=1e-3, abs=1e-5) if is_number else one[name]), name
 
 
 # What makes a recipe log more: further runs of it
@@ -187,19 +165,18 @@ MORE = {"prime": (["--prm-update", "before", "--accuracy-filter", "0", "1"], ["-
 @pytest.fixture(scope="module")
 def logged(trained) -> dict[str, dict[str, set[str]]]:
     """Log -> recipe -> the names in it. The scores of summary.json are with those of RL."""
-    found = {"rl": {}, "summary": {}}
+    found: dict = {"rl": {}, "summary": {}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(trained))
         for name in recipes.names():
-            runs = [straight(trained, name)]
-            for i, flags in enumerate(MORE.get(name, ())):
-                runs.append(f"more-{name}-{i}")
-                train(name, "--run", runs[-1], "--num-steps", "2", *flags)
-            for run in runs:
+            of_rl, of_summary = (found[log].setdefault(name, set()) for log in found)
+            runs = [straight(trained, name), *(f"more-{name}-{i}" for i in range(len(MORE.get(name, ()))))]
+            for run, flags in zip(runs, [None, *MORE.get(name, ())], strict=True):
+                if flags:
+                    train(name, "--run", run, *flags)
                 summary = json.loads((trained / "runs" / run / "summary.json").read_text())
-                found["rl"].setdefault(name, set()).update(keys_of(trained / "runs" / run / "metrics.jsonl"),
-                                                           summary["before"], summary["after"])
-                found["summary"].setdefault(name, set()).update(summary)
+                of_rl.update(keys_of(trained / "runs" / run / "metrics.jsonl"), summary["before"], summary["after"])
+                of_summary.update(summary)
     return found
 
 

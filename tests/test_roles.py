@@ -5,11 +5,10 @@ The verifier's shared trunk: what is shared, what stays private, what an update 
 """
 import pytest
 import torch
-from conftest import parse, rl_flags
+from conftest import parse, random_model, rl_flags
 
 from nanochat.checkpoint import load_model
 from nanochat.common import BadInput
-from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels.linear_logprob import linear_logprob
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.optim import adamw
@@ -30,11 +29,7 @@ LAMBDAS = ("resid_lambdas", "x0_lambdas")
 
 
 def tiny_model(seed=0, n_layer=N_LAYER, n_embd=48):
-    model = GPT(GPTConfig(64, 265, n_layer, 2, 1, n_embd, "L"))
-    draw = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        p.data = torch.randn(p.shape, generator=draw) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
-    return model
+    return random_model(n_layer, seed, torch.float32, n_embd)
 
 
 def two_models(num_layers):

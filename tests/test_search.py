@@ -29,15 +29,14 @@ def find(query: str) -> str:
     return FACTS.get(query, "")
 
 
-def written_by(pieces: list[str], fmt=COMPACT, tokenizer=BYTES, most: int = 8) -> tuple[str, str]:
-    """The text of a row whose sampler draws these texts' tokens where none is forced, and the forced part of it."""
-    tool, force, row, forced = Search(tokenizer, fmt, find, most), None, [], []
-    sampled = [token for piece in pieces for token in tokenizer.encode(piece)]
+def written_by(tool: Search, sampled: list[int]) -> tuple[str, str]:
+    """The text of a row whose sampler draws these tokens where none is forced, and the forced part of it."""
+    force, row, forced, sampled = None, [], [], list(sampled)
     while sampled or force is not None:
         row.append(sampled.pop(0) if force is None else force)
         forced += [] if force is None else [force]
         force = tool([5], [row[-1]]).get(5)
-    return tokenizer.decode(row), tokenizer.decode(forced)
+    return tool.tokenizer.decode(row), tool.tokenizer.decode(forced)
 
 
 @pytest.mark.parametrize("fmt, sampled, text, forced", [
@@ -51,22 +50,18 @@ def written_by(pieces: list[str], fmt=COMPACT, tokenizer=BYTES, most: int = 8) -
     (PAPER, "<q>c<q>g</q>", "<q>c<q>g</q><i>3</i>", "<i>3</i>"),
 ])
 def test_information_is_forced_after_a_closed_query(fmt, sampled, text, forced):
-    assert written_by([sampled], fmt) == (text, forced)
+    assert written_by(Search(BYTES, fmt, find), BYTES.encode(sampled)) == (text, forced)
 
 
 def test_forced_marks_are_no_query():
     """What is found may look like a query: only what the row wrote itself counts."""
     tool = Search(BYTES, COMPACT, lambda query: "<g>")
-    force = [tool([0], [token]) for token in BYTES.encode("<c>")][-1]
-    row = ""
-    while force:
-        row += BYTES.decode([force[0]])
-        force = tool([0], [force[0]])
-    assert row == "(<g>)" and tool.num_queries == {0: 1}
+    assert written_by(tool, BYTES.encode("<c>")) == ("<c>(<g>)", "(<g>)") and tool.num_queries == {5: 1}
 
 
 def test_after_the_last_query_nothing_is_forced():
-    assert written_by(["<c>;<g>;<c>;"], most=2) == ("<c>(7);<g>(3);<c>;", "(7)(3)")
+    tool = Search(BYTES, COMPACT, find, 2)
+    assert written_by(tool, BYTES.encode("<c>;<g>;<c>;")) == ("<c>(7);<g>(3);<c>;", "(7)(3)")
 
 
 def test_rows_do_not_mix_and_each_has_its_own_count():
@@ -103,13 +98,8 @@ def vocabulary(*texts: str) -> Tokenizer:
 def test_a_token_that_straddles_a_mark(straddling, sampled, text, forced):
     tokenizer = vocabulary(straddling)
     whole = tokenizer.encoding.encode_single_token(straddling.encode())
-    tool, row, marks, force = Search(tokenizer, COMPACT, find), [], [], None
     drawn = [token for piece in sampled for token in ([whole] if piece == straddling else tokenizer.encode(piece))]
-    while drawn or force is not None:
-        marks += [] if force is None else [force]
-        row.append(drawn.pop(0) if force is None else force)
-        force = tool([0], [row[-1]]).get(0)
-    assert (tokenizer.decode(row), tokenizer.decode(marks)) == (text, forced)
+    assert written_by(Search(tokenizer, COMPACT, find), drawn) == (text, forced)
 
 
 def test_bytes_that_are_no_text_and_special_tokens_break_nothing():
@@ -125,14 +115,8 @@ def test_the_vocabulary_of_the_task_merges_marks_and_the_search_still_fits():
     tokenizer = Tokenizer.train(chain.from_iterable(task_texts(task, 300, 0)), 330)
     assert b">(" in {tokenizer.token_bytes(i) for i in range(256, 320)}
     key = next(iter(task.facts))
-    tool, row, force = task.tool(tokenizer), [], None
-    for token in tokenizer.encode(f"<{key}>("):
-        row.append(token)
-        force = tool([0], [token]).get(0)
-    while force is not None:
-        row.append(force)
-        force = tool([0], [force]).get(0)
-    assert tokenizer.decode(row) == f"<{key}>({task.find(key)})"
+    text, _ = written_by(task.tool(tokenizer), tokenizer.encode(f"<{key}>("))
+    assert text == f"<{key}>({task.find(key)})"
 
 
 # Masks

@@ -1,9 +1,5 @@
-"""
-Weights, gradients and optimizers sharded over ranks: the same steps as one rank's, saved and continued, on one machine
-and on two.
-
-    python -m pytest tests/test_sharding.py -q
-"""
+"""Weights, gradients and optimizers sharded over ranks: the same steps as one rank's, saved and continued, on one
+machine and on two."""
 import json
 import os
 import socket
@@ -235,8 +231,8 @@ def in_two_passes(model, batch) -> torch.Tensor:
     return torch.cat([prompts.repeat_interleave(R, dim=0), rows], dim=1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name, recompute", [("gpt", False), ("tied", False), ("tied", True)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name, recompute", [("gpt", False), ("tied", True)])
 def test_a_pass_over_prompts_and_completions_is_two_passes_to_the_bit(name, recompute, dtype):
     """Hidden states, and gradients after two micro-batches."""
     kind, config = MODELS[name]
@@ -352,7 +348,10 @@ def steps_of(base, run: str) -> list[dict]:
 
 
 def test_a_sharded_run_goes_on_from_a_save_and_two_machines_are_as_one(base):
-    """One rank; two sharded ones; these after an earlier step once more; two machines of one rank each."""
+    """One rank, which has nothing to shard over; two sharded ones; these after an earlier step once more; two machines
+    of one rank each."""
+    with pytest.raises(BadInput, match="nothing to shard over"):
+        tango_rl.main(parse(tango_rl, [*RL_FLAGS, "--shard"]))
     tango_rl.main(parse(tango_rl, [*RL_FLAGS, "--run", "whole"]))
     parts = ("scripts.tango_rl", [*RL_FLAGS, "--run", "parts", "--shard", "--save-every", "1"])
     scripts_on_two_ranks(parts)
@@ -377,8 +376,3 @@ def test_a_sharded_run_goes_on_from_a_save_and_two_machines_are_as_one(base):
     assert steps_of(base, "nodes") == straight
     assert outs[0].strip().splitlines()[-1] == str(base / "runs" / "nodes")
     assert json.loads((base / "runs" / "nodes" / "config.json").read_text())["world"] == 2
-
-
-def test_sharding_takes_several_ranks(base):
-    with pytest.raises(BadInput, match="nothing to shard over"):
-        tango_rl.main(parse(tango_rl, [*RL_FLAGS, "--shard"]))

@@ -42,7 +42,7 @@ def test_a_folder_that_holds_something_is_refused(capsys, there):
         for file in there.iterdir():
             file.unlink()
         (there / name).write_text("mine")
-        line = refused(capsys, there.parent, task_text, "--task", "last_letter", "--out", str(there), "--num-shards", "2")
+        line = refused(capsys, there.parent, task_text, "--task", "last_letter", "--out", str(there))
         assert line == f"error: {there} holds {name}: give --out a folder that is empty or not there yet"
     (there.parent / "new.partial").mkdir()
     (there.parent / "new.partial" / "mine.txt").touch()

@@ -37,9 +37,6 @@ def test_pass_at_k_is_the_share_of_samples_of_k_that_hold_a_right_one():
         assert found[f"pass_at_{k}"] == pytest.approx(sum(row) / 3)
     # Outcomes 1, 0, 0, 0 have the unbiased variance 3/16 * 4/3 = 1/4; the others 0.
     assert found["outcome_variance"] == pytest.approx(1 / 4 / 3) and len(found) == 4
-
-
-def test_k_goes_up_to_the_number_of_samples_and_no_problem_has_no_score():
     assert list(sampled([3], 6)) == ["pass_at_1", "pass_at_2", "pass_at_4", "outcome_variance"]
     assert set(sampled([], 4).values()) == {None}
 
@@ -67,12 +64,12 @@ def test_every_problem_is_asked_as_often_and_nothing_is_counted(base):
     t = random_play("grpo", "--log-theory", "3", "--theory-samples", "5")
     t.evaluating = True
     asked, solve = [], t.solve
-    t.solve = lambda role, problems, n, label: asked.append((role, len(problems), n, label)) or solve(
-        role, problems, n, label)
+    t.solve = lambda draw, problems, n, **more: asked.append((draw, len(problems), n, more)) or solve(
+        draw, problems, n, **more)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanochat.rl.measure.theory.update_sparsity", lambda t, role: {})
         found = theory_scores(t)
-    assert asked == [("generator", 3, 5, "theory")] * len(SPLITS)
+    assert asked == [("theory", 3, 5, {"role": "generator"})] * len(SPLITS)
     assert t.sampled == t.num_drawn == 0
     assert {f"gen/pass_at_{k}_{ending}" for k in (1, 2, 4) for ending in SPLITS.values()} < set(found)
 

@@ -1,9 +1,5 @@
-"""
-Products in bf16 on CPU against fp64 products of the same rounded operands, an imported model's layer and whole models
-against PyTorch's operations, in all three kinds of kernels that this machine can run.
-
-    python -m pytest tests/test_tiles.py -q
-"""
+"""Products in bf16 on CPU against fp64 products of the same rounded operands, an imported model's layer and whole
+models against PyTorch's operations, in all three kinds of kernels that this machine can run."""
 import contextlib
 import functools
 import math
@@ -16,7 +12,6 @@ import torch.nn.functional as F
 from test_trainer import packed as packed_batches
 
 from nanochat import checkpoint
-
 from nanochat.attention import PADDING_POSITION, first_columns
 from nanochat.checkpoint import dtype_for
 from nanochat.common import BadInput
@@ -115,29 +110,21 @@ def test_products_are_those_of_rounded_operands(kernels, n, k, dtype):
     panels, back = tiles.packed(w), tiles.packed_back(w)
     for m in ROWS:
         x, grad = random(m, k, seed=1), random(m, n, seed=2)
-        assert_close(tiles.product(x, panels), wide(x) @ wide(w).T, 1e-6)
-        assert_close(tiles.product(grad, back), wide(grad) @ wide(w), 1e-6)
+        ours = tiles.product(x, panels), tiles.product(grad, back)
+        assert_close(ours[0], wide(x) @ wide(w).T, 1e-6)
+        assert_close(ours[1], wide(grad) @ wide(w), 1e-6)
         total = torch.full((n, k), math.nan)
         tiles.add_gradient(total, grad, x, add=False)
         assert_close(total, wide(grad).T @ wide(x), 1e-6)
         before = total.clone()
         tiles.add_gradient(total, 0.5 * grad, x)
         assert_close(total, before + 0.5 * (wide(grad).T @ wide(x)), 1e-6)
-
-
-@pytest.mark.parametrize("m", [1, 33, 1100])
-def test_threads_change_no_bit(kernels, m):
-    n, k = 2112, 64
-    w, x, grad = random(n, k), random(m, k, seed=1), random(m, n, seed=2)
-
-    def results():
-        total = random(n, k)
-        tiles.add_gradient(total, grad, x)
-        return (tiles.packed(w), tiles.packed_back(w), tiles.product(x, tiles.packed(w)),
-                tiles.product(grad, tiles.packed_back(w)), total)
-    alone = results()
-    with threads(2):
-        assert all(map(torch.equal, alone, results()))
+        if m in (1, 33, 1100):
+            with threads(2):
+                again = before.clone()
+                tiles.add_gradient(again, 0.5 * grad, x)
+                assert torch.equal(again, total) and torch.equal(tiles.packed(w), panels)
+                assert all(map(torch.equal, ours, (tiles.product(x, panels), tiles.product(grad, back))))
 
 
 def test_weights_are_packed_one_below_the_other_or_in_turn(kernels):
@@ -165,10 +152,7 @@ def test_inputs_may_lie_in_any_order_and_have_no_rows(kernels):
     assert total.eq(0).all()
     tiles.add_gradient(total.fill_(3.0), grad[:0], x[:0])
     assert total.eq(3).all()
-
-
-def test_numbers_that_are_not_finite_reach_what_they_act_on(kernels):
-    x, w = random(17, 64), random(32, 64, seed=1)
+    x, w = random(17, 64), random(32, 64, seed=1)  # what is not finite reaches what it acts on
     x[3, 5], w[9, 7] = math.nan, math.inf
     y = tiles.product(x, tiles.packed(w))
     assert y[3].isnan().all() and not y[:, 9].isfinite().any() and y.isfinite().sum() == 16 * 31
@@ -264,7 +248,7 @@ def exact_layer(layer):
                        copy(layer.bias), layer.epsilon)
 
 
-@pytest.mark.parametrize("units, rows, T", [(1, 1, 1), (2, 3, 7), (3, 1, 33), (1, 2, 300)])
+@pytest.mark.parametrize("units, rows, T", [(1, 1, 1), (2, 3, 7), (1, 2, 300)])
 @pytest.mark.parametrize("has_bias, frozen", [(True, False), (False, False), (True, True)])
 def test_what_is_before_attention_equals_pytorchs_operations(kernels, units, rows, T, has_bias, frozen):
     heads, kv_heads, D, C = 4, 2, 32, 96
@@ -281,7 +265,7 @@ def test_what_is_before_attention_equals_pytorchs_operations(kernels, units, row
             layer, x, (angles.cos(), angles.sin()), units, heads, kv_heads)))
 
 
-@pytest.mark.parametrize("rows", [1, 33, 257, 1100])
+@pytest.mark.parametrize("rows", [1, 33, 1100])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_is_after_attention_equals_pytorchs_operations(kernels, rows, frozen):
     C, Q = 96, 128
@@ -331,10 +315,7 @@ def test_a_weight_takes_its_gradient_also_where_others_are_frozen(native):
         weight.requires_grad_()
         assert torch.autograd.grad(tiles.after_attention(layer, x, x).sum(), weight)[0].norm() > 0
         weight.requires_grad_(False)
-
-
-def test_a_layer_of_no_tokens_has_gradients_of_zero(native):
-    layer = layer_of(64, 64, 32, 96, True)
+    layer = layer_of(64, 64, 32, 96, True)  # of no tokens, gradients of zero
     x, angles = torch.empty(0, 5, 64, requires_grad=True), torch.empty(0, 5, 1, 16)
     out = tiles.before_attention(layer, x, (angles, angles), 1, 2, 1)
     assert [len(y.flatten()) for y in out] == [0, 0, 0]

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import parse, rl_flags
+from conftest import parse, random_model, rl_flags
 from test_engine import emulate
 
 from nanochat.calculator import Calculator
 from nanochat.engine import generate, row_key
-from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.learn.packing import pack, token_weights
 from nanochat.rl.learn.roles import Role
@@ -30,12 +29,8 @@ CALL = [PYTHON_START, *TOKENIZER.encode("12/60"), PYTHON_END]
 OUTPUT = [OUTPUT_START, *TOKENIZER.encode("0.2"), OUTPUT_END]
 
 
-def model_of(seed=0) -> GPT:
-    model = GPT(GPTConfig(64, 265, 2, 2, 1, 32, "L"))
-    draw = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        p.data = torch.randn(p.shape, generator=draw) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
-    return model
+def model_of(seed=0):
+    return random_model(seed=seed, dtype=torch.float32, n_embd=32)
 
 
 class Script:

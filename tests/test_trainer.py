@@ -9,11 +9,10 @@ import math
 
 import pytest
 import torch
-from conftest import on_two_ranks
+from conftest import on_two_ranks, random_model
 
 from nanochat.common import all_reduce
 from nanochat.engine import generate, row_key
-from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.optim import adamw
 from nanochat.rl.learn import trainer
@@ -28,14 +27,8 @@ CPU = torch.device("cpu")
 EVERYTHING = 10 ** 9  # max_tokens of one micro-batch
 
 
-def tiny_model(n_layer=2, seed=0, scale=1.0):
-    """A model in float64 whose every parameter is random: gates, smear, backout and lambdas take part."""
-    model = GPT(GPTConfig(256, 265, n_layer, 2, 1, 48, "SSL"), torch.float64).double()
-    draw = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        p.data = (scale * torch.randn(p.shape, generator=draw, dtype=torch.float64)
-                  * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5))
-    return model
+def tiny_model(n_layer=2, seed=0):
+    return random_model(n_layer, seed, context=256, window="SSL")
 
 
 def random_rollouts(prompt_lengths, completion_lengths, seed=0):

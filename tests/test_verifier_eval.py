@@ -1,15 +1,12 @@
 """
-verifier_eval: its numbers against naive counts of texts that are sampled, read and voted over here.
+verifier_eval: its numbers against those of texts that are sampled here. How they are scored is tested by hand in
+test_processbench.
 
     python -m pytest tests/test_verifier_eval.py
 """
 import json
 import os
 import random
-import re
-from collections import Counter
-from fractions import Fraction
-from itertools import product
 
 import datasets
 import pytest
@@ -20,13 +17,16 @@ from nanochat import recipes
 from nanochat.checkpoint import load_model
 from nanochat.common import script_main
 from nanochat.engine import generate, row_key
-from nanochat.rl.measure import scores
+from nanochat.rl.measure.scores import first_error, majority
+from nanochat.rl.measure.voting import SCORES, aligned, calibration, choose, first_error_scores, mean_scores
 from nanochat.rl.play import sampling
+from nanochat.rl.records import outcomes
+from nanochat.rl.records.prompts import Verification, parse_verification
 from nanochat.rl.verify.judges import JUDGES
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_sft, verifier_eval
 from tasks import TASKS, make_task
-from tasks.chain import Chain
+from tasks.chain import COMPACT, Chain
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 VERIFIER = ["--device-type", "cpu", "--verifier-tag", "tiny-ver", "--verifier-max-new-tokens", "36"]
@@ -107,46 +107,10 @@ def sampled(tag: str, prompts: list[str], keys: list[tuple], greedy: bool, limit
     return [(tokenizer.decode(tokens[: n - ended]), ended) for tokens, n, ended in rows]
 
 
-def read(text: str, ended: bool, num_steps: int) -> tuple[list[bool | None], bool | None]:
-    """The step verdicts, one per step, and the final verdict of a compact verification, read by eye:
-    "3+5:8T;8*2:5F;=F"."""
-    letter = {"T": True, "F": False}
-    body, mark, final = text.rpartition("=")
-    body = body if mark else text
-    said = [letter.get(max(part, key=lambda c: (c in "TF") * (part.rfind(c) + 1), default=""))
-            for part in body.split(";")[:-1]]
-    return ([said[k] if k < len(said) else None for k in range(num_steps)],
-            letter.get(final.strip()) if mark and ended else None)
-
-
-def malformed(text: str, ended: bool, num_steps: int) -> bool:
-    """Whether anything is missing, too much, or cut: only "...T;" per step and "=T" after them will do."""
-    return not (ended and re.fullmatch(rf"(?:[^;=]*[TF][^;=TF]*;\s*){{{num_steps}}}=\s*[TF]\s*", text))
-
-
-def naive_judgments(subset: str, rows: list[dict], k: int,
-                    greedy: bool) -> list[tuple[list[int | None], list[bool | None], int]]:
-    """Per row the k first errors, the k final verdicts, and how many of the k texts are malformed."""
-    prompts = [f"{row['problem']}|{''.join(step + ';' for step in row['steps'])}=|{len(row['steps'])}" for row in rows
-               for _ in range(k)]
-    keys = [(0, "processbench", subset, number, 0, g) for number in range(1, len(rows) + 1) for g in range(k)]
-    texts = list(zip(prompts, sampled("tiny-ver", prompts, keys, greedy, 36), strict=True))
-    said, bad = ([reader(*text, int(prompt[-1])) for prompt, text in texts] for reader in (read, malformed))
-    found = [steps.index(False) if False in steps else None if None in steps else -1 for steps, _ in said]
-    return [(found[i: i + k], [verdict for _, verdict in said[i: i + k]], sum(bad[i: i + k]))
-            for i in range(0, len(said), k)]
-
-
-def naive_vote(predictions: list) -> int | None:
-    readable = [p for p in predictions if p is not None]
-    return max(readable, key=lambda p: (readable.count(p), -readable.index(p))) if readable else None
-
-
-def naive_f1(samples: list[tuple[int, int | None]]) -> list[float]:
-    """error_acc, correct_acc, f1 of (label, prediction) pairs."""
-    wrong, right = [p == l for l, p in samples if l != -1], [p == -1 for l, p in samples if l == -1]
-    a, b = sum(wrong) / len(wrong), sum(right) / len(right)
-    return [a, b, 2 / (1 / a + 1 / b) if a and b else 0.0]
+def written(prompts: list[str], num_steps: list[int], keys: list[tuple], greedy: bool) -> list[Verification]:
+    """The verifications that the tiny verifier writes after these prompts."""
+    return [parse_verification(COMPACT, text, steps, ended)
+            for (text, ended), steps in zip(sampled("tiny-ver", prompts, keys, greedy, 36), num_steps, strict=True)]
 
 
 def three(scores: dict) -> list[float]:
@@ -154,31 +118,34 @@ def three(scores: dict) -> list[float]:
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_processbench_is_a_naive_count_of_texts_sampled_by_hand(capsys, bench, tmp_path, k):
+def test_processbench_is_scored_by_texts_sampled_by_hand(capsys, bench, tmp_path, k):
     got, lines = on_bench(capsys, tmp_path, *(SAMPLED if k == 3 else []))
     averages, unlike_single = [], 0
     for subset, rows in bench.items():
-        judged = naive_judgments(subset, rows, k, greedy=k == 1)
-        labels = [row["label"] for row in rows]
-        kept = [s for s in got["samples"] if s["subset"] == subset]
-        assert [(s["row"], s["label"], s["predictions"], s["verdicts"], s["malformed"]) for s in kept] == [
-            (number, row["label"], *said) for number, (row, said) in enumerate(zip(rows, judged, strict=True), 1)]
-        assert [s["prediction"] for s in kept] == [naive_vote(predictions) for predictions, *_ in judged]
+        nums, labels = [len(row["steps"]) for row in rows], [row["label"] for row in rows]
+        prompts = [f"{row['problem']}|{''.join(step + ';' for step in row['steps'])}=|{n}"
+                   for row, n in zip(rows, nums, strict=True) for _ in range(k)]
+        keys = [(0, "processbench", subset, number, 0, g) for number in range(1, len(rows) + 1) for g in range(k)]
+        said = written(prompts, [n for n in nums for _ in range(k)], keys, greedy=k == 1)
+        of_each = [said[i: i + k] for i in range(0, len(said), k)]
+        found = [[first_error(aligned(v.step_verdicts, n)) for v in row] for row, n in zip(of_each, nums, strict=True)]
+        assert [(s["row"], s["label"], s["predictions"], s["verdicts"], s["malformed"], s["prediction"])
+                for s in got["samples"] if s["subset"] == subset] == [
+            (number, label, predictions, [v.verdict for v in row], sum(bool(v.unmet) for v in row),
+             majority(predictions))
+            for number, (label, predictions, row) in enumerate(zip(labels, found, of_each, strict=True), 1)]
         scores = got["subsets"][subset]
-        expected = naive_f1([(l, naive_vote(predictions)) for l, (predictions, *_) in zip(labels, judged, strict=True)])
-        assert three(scores) == pytest.approx(expected) and scores["n"] == len(rows) and scores["too_long"] == 0
-        single = [naive_f1([(l, predictions[g]) for l, (predictions, *_) in zip(labels, judged, strict=True)])
-                  for g in range(k)]
-        assert three(scores["single"]) == pytest.approx([sum(column) / k for column in zip(*single, strict=True)])
-        unlike_single += three(scores["single"]) != three(scores)
-        assert scores["votes"] == pytest.approx(sum(p is not None for predictions, *_ in judged
-                                                    for p in predictions) / len(rows))
-        assert scores["parse_fail"] == pytest.approx(sum(bad for *_, bad in judged) / len(rows) / k)
+        averages.append(first_error_scores(labels, [majority(predictions) for predictions in found]))
+        assert three(scores) == three(averages[-1]) and (scores["n"], scores["too_long"]) == (len(rows), 0)
+        single = mean_scores([first_error_scores(labels, [row[g] for row in found]) for g in range(k)])
+        assert three(scores["single"]) == pytest.approx(three(single))
+        unlike_single += three(single) != three(scores)
+        assert scores["votes"] == pytest.approx(sum(p is not None for row in found for p in row) / len(rows))
+        assert scores["parse_fail"] == pytest.approx(sum(bool(v.unmet) for v in said) / len(said))
         assert 0 < scores["parse_fail"] < 1  # the crafted verifier writes both kinds
-        averages.append(expected)
         (line,) = [line for line in lines if line.startswith(subset) and "." in line.split()[2]][:1]
-        assert line.split()[:5] == [subset, str(len(rows)), *(f"{100 * x:.1f}" for x in expected)]
-    average = [sum(column) / 2 for column in zip(*averages, strict=True)]
+        assert line.split()[:5] == [subset, str(len(rows)), *(f"{100 * x:.1f}" for x in three(scores))]
+    average = three(mean_scores(averages))
     assert three(got["average"]) == pytest.approx(average) and average[2] > 0
     assert ["average", *(f"{100 * x:.1f}" for x in average)] in [line.split()[:4] for line in lines]
     assert (unlike_single > 0) == (k == 3) and len({p for s in got["samples"] for p in s["predictions"]}) >= 3
@@ -187,17 +154,9 @@ def test_processbench_is_a_naive_count_of_texts_sampled_by_hand(capsys, bench, t
 def test_calibration_is_of_the_shares_of_correct_final_verdicts(capsys, bench, tmp_path):
     got, lines = on_bench(capsys, tmp_path, *SAMPLED)
     pairs = [(sum(v is True for v in s["verdicts"]) / 3, s["final_answer_correct"]) for s in got["samples"]]
-    assert len({p for p, _ in pairs}) == 4
-    right, wrong = [p for p, y in pairs if y], [p for p, y in pairs if not y]
-    ece = sum(abs(sum(y - p for p, y in pairs if p == share))
-              for share in {p for p, _ in pairs}) / len(pairs)  # thirds are in bins of their own
     whole = got["calibration"]
-    assert (whole["count"], whole["ece"], whole["brier"]) == (47, pytest.approx(ece),
-                                                              pytest.approx(sum((p - y) ** 2 for p, y in pairs) / 47))
-    assert whole["auroc"] == pytest.approx(sum((p > q) + (p == q) / 2
-                                               for p, q in product(right, wrong)) / len(right) / len(wrong))
-    assert [b["count"] for b in whole["bins"]] == [n for _, n in sorted(Counter(p for p, _ in pairs).items())]
-    assert [sum(b["count"] for b in got["subsets"][s]["calibration"]["bins"]) for s in bench] == [20, 27]
+    assert len({p for p, _ in pairs}) == 4 and whole == calibration(*map(list, zip(*pairs, strict=True)))
+    assert [got["subsets"][s]["calibration"]["count"] for s in bench] == [20, 27] and whole["count"] == 47
     assert (["all", "47", *(f"{whole[name]:.3f}" for name in ("ece", "brier", "auroc"))]
             in [line.split() for line in lines])
     alone, lines = on_bench(capsys, tmp_path)
@@ -205,32 +164,22 @@ def test_calibration_is_of_the_shares_of_correct_final_verdicts(capsys, bench, t
             and "calibration of the final verdict needs --num-verifications above 1" in lines)
 
 
-def test_one_verification_is_sampled_where_a_temperature_is_given(capsys, bench, tmp_path):
-    greedy, drawn, again = (on_bench(capsys, tmp_path, *flags)[0]["samples"]
-                            for flags in ([], ["--temperature", "1"], ["--temperature", "1"]))
-    assert drawn == again != greedy
-    other = on_bench(capsys, tmp_path, "--temperature", "1", "--seed", "1")[0]["samples"]
-    assert other != drawn and on_bench(capsys, tmp_path, "--seed", "1")[0]["samples"] == greedy
-
-
-def test_a_subset_and_a_limit_choose_the_same_rows_with_the_same_verdicts(capsys, bench, tmp_path):
-    whole = on_bench(capsys, tmp_path, *SAMPLED)[0]["samples"]
-    part, lines = on_bench(capsys, tmp_path, *SAMPLED, "--subset", "math", "--max-examples", "5")
-    assert (len(part["samples"]) == 5 and all(s in whole and s["subset"] == "math" for s in part["samples"])
-            and list(part["subsets"]) == ["math"])
+def test_seed_temperature_subset_and_limit_choose_verdicts_and_rows(capsys, bench, tmp_path):
+    rows = lambda *flags: on_bench(capsys, tmp_path, *flags)[0]["samples"]
+    greedy, drawn = rows(), rows("--temperature", "1")
+    assert rows("--temperature", "1") == drawn != greedy == rows("--seed", "1")
+    assert rows("--temperature", "1", "--seed", "1") != drawn
+    part = rows("--temperature", "1", "--subset", "math", "--max-examples", "5")
+    assert len(part) == 5 and all(row in drawn and row["subset"] == "math" for row in part)
 
 
 def test_a_sample_longer_than_the_context_is_counted_and_wrong_and_one_that_just_fits_is_read(
         capsys, bench, base, tmp_path):
-    """A prompt of at most 128 - 36 = 92 tokens fits. A bytewise tokenizer: "problem|1+1:2;=|1" and 4 marks around
-    it."""
+    """A prompt of at most 128 - 36 = 92 tokens fits. A bytewise tokenizer."""
     tokenizer, rows = Tokenizer.load(str(base / "tokenizer")), chain_rows(range(4))
-    for length in (70, 71, 72):
-        rows.append({"problem": "1" * length, "steps": ["1+1:2"], "label": -1, "final_answer_correct": True})
-    sizes = [len(tokenizer.render_prompt(f"{row['problem']}|1+1:2;=|1")) for row in rows[4:]]
-    shift = 92 - sizes[0]
-    for row in rows[4:]:
-        row["problem"] = "1" * (len(row["problem"]) + shift)  # 92, 93, 94 tokens
+    room = 92 - len(tokenizer.render_prompt("|1+1:2;=|1"))
+    rows += [{"problem": "1" * length, "steps": ["1+1:2"], "label": -1, "final_answer_correct": True}
+             for length in (room, room + 1, room + 2)]
     write(tmp_path / "bench" / "math.jsonl", rows)
     got, lines = on_bench(capsys, tmp_path, *SAMPLED, "--subset", "math")
     assert ([s["too_long"] for s in got["samples"]] == [False] * 5 + [True] * 2
@@ -271,59 +220,37 @@ def test_marks_inside_steps_reach_the_verifier_as_question_marks(capsys, bench, 
 
 # Best of n
 
-def naive_solutions(task, num_problems: int, n: int, k: int) -> list[list[tuple]]:
-    """Per problem and solution: whether it is right, its answer, the k final verdicts, the k step verdicts."""
-    names = [(i, j) for i in range(num_problems) for j in range(n)]
+@pytest.mark.parametrize("score", list(SCORES))
+def test_best_of_n_chooses_among_texts_sampled_by_hand(capsys, base, tmp_path, score):
+    """4 solutions of each of 40 problems, 3 verifications of each."""
+    lines = run(capsys, "--generator-tag", "tiny", "--num-samples", "4", "--max-problems", "40", "--score", score,
+                *SAMPLED, "--out", str(tmp_path / "o.json"))
+    got = json.loads((tmp_path / "o.json").read_text())["best_of_n"]
+    task, names = chain(), [(i, j) for i in range(40) for j in range(4)]
     problems = [task.problem("test_in", i) for i, _ in names]
     texts = [text for text, _ in sampled("tiny", [p.prompt for p in problems],
                                          [(0, "best_of_n", "test_in", i, 0, j) for i, j in names], False, 28)]
-    num_steps = [text.split("=")[0].count(";") for text in texts]
-    quoted = ["".join("?" if c in "TF|" else c for c in text) for text in texts]
-    prompts = [f"{p.prompt}|{text}|{steps}"
-               for p, text, steps in zip(problems, quoted, num_steps, strict=True) for _ in range(k)]
-    keys = [(0, "best_of_n", "verify", "test_in", i, j, g) for i, j in names for g in range(k)]
-    said = [read(*text, num_steps[i // k]) for i, text in enumerate(sampled("tiny-ver", prompts, keys, False, 36))]
-    solutions = [(task.check(p, text), text.partition("=")[2].strip() if "=" in text else None,
-                  [v for _, v in said[i * k: (i + 1) * k]], [v for v, _ in said[i * k: (i + 1) * k]])
-                 for i, (p, text) in enumerate(zip(problems, texts, strict=True))]
-    return [solutions[i: i + n] for i in range(0, len(solutions), n)]
-
-
-def naive_choices(solutions: list[tuple], score: str) -> list[float]:
-    """pass@1, maj, bon, weighted, pass@n of one problem, with fractions."""
-    right, answers, scores, ties = [r for r, *_ in solutions], [a for _, a, *_ in solutions], [], []
-    for _, _, verdicts, step_verdicts in solutions:
-        k, votes = len(verdicts), [sum(row[s] is True for row in step_verdicts) for s in range(len(step_verdicts[0]))]
-        by_name = {"final": Fraction(sum(v is True for v in verdicts), k),
-                   "steps": Fraction(sum(votes), k * max(1, len(votes))),
-                   "min_step": Fraction(min(votes, default=0), k)}
-        scores.append(by_name[score])
-        ties.append(by_name["steps"])
-    order = {a: -answers.index(a) for a in answers if a is not None}
-    vote = max(order, key=lambda a: (answers.count(a), order[a]), default=None)
-    weighted = max(order, key=lambda a: (sum(s for b, s in zip(answers, scores, strict=True) if b == a), order[a]),
-                   default=None)
-    best = sorted(range(len(right)), key=lambda j: (-scores[j], -ties[j], j))[0]
-    outcome = {a: right[answers.index(a)] for a in order} | {None: False}
-    return [sum(right) / len(right), outcome[vote], right[best], outcome[weighted], any(right)]
-
-
-@pytest.mark.parametrize("score", ["final", "steps", "min_step"])
-def test_best_of_n_is_a_naive_count_of_texts_sampled_by_hand(capsys, base, tmp_path, score):
-    lines = run(capsys, "--generator-tag", "tiny", "--num-samples", "4", "--max-problems", "40", "--score", score,
-                *SAMPLED, "--out", str(tmp_path / "o.json"))
-    table = [naive_choices(solutions, score) for solutions in naive_solutions(chain(), 40, 4, 3)]
-    got = json.loads((tmp_path / "o.json").read_text())["best_of_n"]
+    nums = [text.split("=")[0].count(";") for text in texts]
+    prompts = [f"{p.prompt}|{''.join('?' if c in 'TF|' else c for c in text)}|{n}"
+               for p, text, n in zip(problems, texts, nums, strict=True) for _ in range(3)]
+    keys = [(0, "best_of_n", "verify", "test_in", i, j, g) for i, j in names for g in range(3)]
+    said = written(prompts, [n for n in nums for _ in range(3)], keys, greedy=False)
+    answers = [text.partition("=")[2].strip() if "=" in text else None for text in texts]
+    judged = [([v.verdict for v in said[3 * i: 3 * i + 3]], [aligned(v.step_verdicts, n) for v in said[3 * i: 3 * i + 3]])
+              for i, n in enumerate(nums)]
+    columns = (answers, [task.check(*pair) for pair in zip(problems, texts, strict=True)],
+               [SCORES[score](*row) for row in judged], [SCORES["steps"](*row) for row in judged])
+    table = [choose(*(column[i: i + 4] for column in columns)) for i in range(0, 160, 4)]
+    assert [row["choice"] for row in got["samples"]] == table
     names = ["pass@1", "maj", "bon", "weighted", "pass@n"]
-    assert [[row["choice"][name] for name in names] for row in got["samples"]] == table
-    means = [sum(column) / 40 for column in zip(*table, strict=True)]
+    means = [sum(row[name] for row in table) / 40 for name in names]
     assert [got[name] for name in names] == pytest.approx(means) and 0 < means[0] < means[4] < 1
-    assert len(set(zip(*table, strict=True))) >= 4  # the ways to choose differ on some problems
+    assert len({tuple(row[name] for row in table) for name in names}) >= 4  # the ways to choose differ on some problems
     assert " | ".join(
         f"{name} {100 * x:.1f}"
         for name, x in zip(("pass@1", "maj@4", "bon@4", "weighted@4", "pass@4"), means, strict=True)) in lines[-1]
     assert lines[-1].startswith("40 problems | ") and got["too_long"] == got["unscorable"] == 0
-    assert 0 < got["unread_answers"] == sum(a is None for row in got["samples"] for a in row["answers"]) / 160
+    assert 0 < got["unread_answers"] == answers.count(None) / 160
 
 
 def test_the_judge_report_is_of_the_same_solutions(capsys, base, tmp_path):
@@ -345,21 +272,17 @@ def test_the_judge_report_is_of_the_same_solutions(capsys, base, tmp_path):
 
 
 def test_the_task_comes_from_the_generators_checkpoint_unless_given(capsys, base, tmp_path, monkeypatch):
-    monkeypatch.setattr(scores, "ENDLESS", 3)
+    monkeypatch.setattr(outcomes, "ENDLESS", 3)
     flags = ["--generator-tag", "tiny", "--num-samples", "1", "--generator-temperature", "0", "--out",
              str(tmp_path / "o.json")]
     run(capsys, *flags)
     numbers = json.loads((tmp_path / "o.json").read_text())
-    args = numbers["args"]
-    assert ((args["task"], args["chain_modulus"], args["seed"], args["max_new_tokens"],
-             args["step"], args["generator_step"])
-            == ("chain", 3, 0, 28, 200, 200))
-    assert len(numbers["best_of_n"]["samples"]) == 3
+    expected = {"task": "chain", "chain_modulus": 3, "seed": 0, "max_new_tokens": 28, "step": 200}
+    assert expected.items() <= numbers["args"].items() and len(numbers["best_of_n"]["samples"]) == 3
     run(capsys, *flags, "--chain-modulus", "4", "--seed", "7", "--max-new-tokens", "20", "--max-problems", "4")
     other = json.loads((tmp_path / "o.json").read_text())
-    assert (other["args"]["chain_modulus"], other["args"]["chain_max_steps"], other["args"]["seed"],
-            other["args"]["max_new_tokens"]) == (4, 2, 7, 20)
-    assert len(other["best_of_n"]["samples"]) == 4
+    expected = {"chain_modulus": 4, "chain_max_steps": 2, "seed": 7, "max_new_tokens": 20}
+    assert expected.items() <= other["args"].items() and len(other["best_of_n"]["samples"]) == 4
 
 
 def test_what_cannot_be_scored_is_left_out_and_counted_and_a_finite_split_ends(capsys, base, tmp_path, monkeypatch):
@@ -445,21 +368,13 @@ ON_TASK = ["--generator-tag", "tiny"]
     (["--processbench", "BENCH", "--num-verifications", "2"], ["--num-verifications 2", "--temperature above 0"]),
     ([*ON_TASK, "--generator-temperature", "0"], ["--num-samples 8", "--generator-temperature above 0"]),
     (["--processbench", "BENCH", "--task", "chain"], ["--task chain: is for --generator-tag"]),
-    (["--processbench", "BENCH", "--max-examples", "0"], ["--max-examples 0"]),
-    ([*ON_TASK, "--max-problems", "0"], ["--max-problems 0"]),
-    (["--processbench", "BENCH", "--num-verifications", "0"], ["--num-verifications 0"]),
-    ([*ON_TASK, "--num-samples", "0"], ["--num-samples 0"]),
-    (["--processbench", "BENCH", "--temperature", "-1"], ["--temperature -1"]),
-    ([*ON_TASK, "--score", "best"], ["--score", "min_step"]),
     (["--processbench", "BENCH", "--verifier-max-new-tokens", "128"],
      ["--verifier-max-new-tokens 128", "context is 128"]),
     (["--processbench", "BENCH", "--verifier-tag", "nobody"], ["nobody", "tiny-ver"]),
     (["--processbench", "BENCH", "--step", "7"], ["no step 7"]),
-    (["--processbench", "BENCH", "--verifier-tag", "../x"], ["--verifier-tag ../x"]),
     (["--generator-tag", "nobody"], ["nobody", "tiny"]), ([*ON_TASK, "--generator-step", "7"], ["no step 7"]),
     ([*ON_TASK, "--max-new-tokens", "126"], ["context 128", "--max-new-tokens"]),
-    ([*ON_TASK, "--task", "sudoku"], ["--task sudoku"]), ([*ON_TASK, "--chain-modulus", "77"], ["--chain-modulus 77"]),
-    (["--processbench", "BENCH", "--format", "chat"], ["--format", "compact"]),
+    ([*ON_TASK, "--own-step", "3"], ["--own-step 3", "--own-tag"]),
 ])
 def test_the_evaluation_refuses(capsys, bench, flags, words):
     line = refused(capsys, *[os.environ["BENCH"] if flag == "BENCH" else flag for flag in flags])
@@ -468,8 +383,7 @@ def test_the_evaluation_refuses(capsys, bench, flags, words):
 
 def test_a_malformed_row_is_refused_before_a_model_is_asked_for(capsys, bench, tmp_path):
     path = write(tmp_path / "bench" / "math.jsonl", [*chain_rows([1]), {**chain_rows([1])[0], "label": 9}])
-    assert f"{path}: row 2: label 9" in refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag",
-                                                "nobody")
+    assert f"{path}: row 2: label 9" in asked_of_nobody(capsys, tmp_path / "o.json")
 
 
 def test_a_generator_that_names_no_task_needs_one(capsys, base):
@@ -481,50 +395,43 @@ def test_a_generator_that_names_no_task_needs_one(capsys, base):
         "1 problems | ")
 
 
-def test_a_link_is_written_through(capsys, bench, tmp_path):
-    (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
+def asked_of_nobody(capsys, out) -> str:
+    """The refusal of a file, before the tag of a verifier that is not there is looked at; else that of the tag."""
+    return refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody", "--out", str(out))
+
+
+def test_a_link_is_written_through_and_a_run_that_fails_leaves_what_was_there(capsys, bench, tmp_path, monkeypatch):
+    (tmp_path / "out.json").symlink_to(tmp_path / "target.json")
     (tmp_path / "target.json.trial0").write_text("mine")
-    run(capsys, "--processbench", os.environ["BENCH"], "--format", "compact", "--max-examples", "1", "--out",
-        str(tmp_path / "link.json"))
-    assert (tmp_path / "link.json").is_symlink()
-    assert "processbench" in json.loads((tmp_path / "target.json").read_text())
+    on_bench(capsys, tmp_path, "--max-examples", "1")
+    before = (tmp_path / "target.json").read_text()
+    assert (tmp_path / "out.json").is_symlink() and "processbench" in json.loads(before)
     assert (tmp_path / "target.json.trial0").read_text() == "mine"
+    monkeypatch.setattr(verifier_eval, "print_calibration", lambda scores: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        on_bench(capsys, tmp_path, *SAMPLED)
+    assert (tmp_path / "target.json").read_text() == before
 
 
 def test_a_file_that_cannot_be_written_is_refused_and_nothing_is_left(capsys, bench, tmp_path):
     (tmp_path / "folder").mkdir()
-    for path, words in ((tmp_path / "none" / "o.json", "No such file"), (tmp_path / "folder", "is there, and no file"),
-                        ("/proc/o.json", "cannot be written")):
-        line = refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody",
-                       "--out", str(path))  # before the tag is looked at
-        assert f"--out {path}: cannot be written" in line and words in line
     os.mkfifo(tmp_path / "pipe")  # stands for a device
-    assert "is there, and no file" in refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody",
-                                              "--out", str(tmp_path / "pipe"))
+    for path, words in ((tmp_path / "none" / "o.json", "No such file"), (tmp_path / "folder", "is there, and no file"),
+                        (tmp_path / "pipe", "is there, and no file"), ("/proc/o.json", "cannot be written")):
+        line = asked_of_nobody(capsys, path)
+        assert f"--out {path}: cannot be written" in line and words in line
     there_were = sorted(os.listdir(tmp_path))
-    assert "nobody" in refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody", "--out",
-                               str(tmp_path / "o.json"))
+    assert "nobody" in asked_of_nobody(capsys, tmp_path / "o.json")
     assert sorted(os.listdir(tmp_path)) == sorted({*there_were, "cache"})
-
-
-def test_a_run_that_fails_leaves_the_file_that_was_there(capsys, bench, tmp_path, monkeypatch):
-    out, before = tmp_path / "o.json", json.dumps({"args": {"verifier_tag": "tiny-ver"}, "best_of_n": {}})
-    out.write_text(before)
-    monkeypatch.setattr(verifier_eval, "print_calibration", lambda scores: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run(capsys, "--processbench", os.environ["BENCH"], "--format", "compact", *SAMPLED, "--out", str(out))
-    assert out.read_text() == before
 
 
 def test_only_an_earlier_result_is_replaced(capsys, bench, tmp_path):
     """Neither its own input, nor another file of the user's."""
-    bench_file = tmp_path / "bench" / "gsm8k.jsonl"
-    for name, text in (("bench/gsm8k.jsonl", bench_file.read_text()), ("notes.txt", "mine"), ("list.json", "[1]"),
-                       ("config.json", '{"args": {"task": "chain"}}'), ("empty.json", ""),
+    for name, text in (("bench/gsm8k.jsonl", (tmp_path / "bench" / "gsm8k.jsonl").read_text()), ("notes.txt", "mine"),
+                       ("list.json", "[1]"), ("config.json", '{"args": {"task": "chain"}}'), ("empty.json", ""),
                        ("more.json", '{"args": {"verifier_tag": "x"}, "mine": 1}')):
         (tmp_path / name).write_text(text)
-        line = refused(capsys, "--processbench", str(bench_file), "--verifier-tag", "nobody", "--out",
-                       str(tmp_path / name))
+        line = asked_of_nobody(capsys, tmp_path / name)
         assert "is there, and no earlier result of this script" in line and (tmp_path / name).read_text() == text
     numbers = [on_bench(capsys, tmp_path, "--max-examples", n) [0] for n in "231"]
     assert [len(found["samples"]) for found in numbers] == [4, 6, 2]
@@ -541,11 +448,9 @@ def rl_verifier(base, role: str, **changes) -> list[str]:
     return ["--verifier-source", "rl", "--verifier-tag", "r-ver", "--generator-tag", "tiny", "--max-problems", "2"]
 
 
-@pytest.mark.parametrize("recipe, role, judge", [
-    ("orm", "verifier", "end"), ("prm", "verifier", "steps"), ("genrm", "verifier", "verdict"),
-    ("gram", "verifier", "preferred"), ("refit", "verifier", "steps"), ("prime", "prm", "")])
-def test_a_verifier_that_writes_no_verifications_is_refused(capsys, base, recipe, role, judge):
-    line = refused(capsys, *rl_verifier(base, role, recipe=recipe))
+@pytest.mark.parametrize("recipe, judge", [("prm", "steps"), ("prime", "")])
+def test_a_verifier_that_writes_no_verifications_is_refused(capsys, base, recipe, judge):
+    line = refused(capsys, *rl_verifier(base, "prm" if recipe == "prime" else "verifier", recipe=recipe))
     assert f"recipe {recipe} has trained it to write no verifications" in line
     assert f"tango_rl --recipe {recipe}" in line
     assert ("fixed_verifier --judge" in line) == bool(judge) and line.endswith(f"{judge or recipe}\n")
@@ -559,6 +464,8 @@ def test_others_are_asked_to_write(capsys, base, recipe, role):
 
 
 def test_every_judge_that_is_named_is_one():
+    assert {verifier_eval.UNWRITTEN[name] for name in ("orm", "genrm", "gram", "refit")} == {"end", "verdict",
+                                                                                             "preferred", "steps"}
     assert set(verifier_eval.UNWRITTEN) <= set(recipes.names())
     assert set(verifier_eval.UNWRITTEN.values()) <= {"", *JUDGES}
 
