@@ -64,8 +64,6 @@ LEANINGS = (-1.1, 1.0, 0.1)  # by one digit (and operator), against another, and
 LAST, ALONE, HEARS, OTHER, ONE, HEARD, ASKED = 0, 8, 16, 24, 25, 32, 40
 UNIT_LAST, UNIT_ALONE = 1 / 1.8, 1 / 1.7  # what makes a table's entry a logit of its size, measured
 SLOW = 15                                 # the channel of a head's queries and keys that turns little with the position
-
-
 # The files that take longest come first: none of them is left to one worker at the end.
 LONG = [f"test_{name}" for name in (
     "recipes", "bad_flags", "tango_rl", "base_train", "sharding", "qwen", "plan", "faults", "common", "grading",
@@ -80,9 +78,8 @@ def short_starts():
 
 
 def shorten_starts() -> None:
-    """The trainer looks at few problems when it starts: all 400 that stand for an endless task take a quarter of a
-    short run's time. Pretraining does not measure the machine, which takes as much. That a model can be made from a
-    configuration is tried once for each, of 20 ms, and models without memory draw no weights: a start makes many."""
+    """A start looks at few problems, not at 400; pretraining does not measure the machine; a configuration is tried
+    once, and models without memory draw no weights: each takes much of a short run's time."""
     from nanochat import checkpoint
     from nanochat.rl.records.outcomes import problems_of
     from nanochat.rl.run import flags
@@ -134,10 +131,11 @@ def pytest_unconfigure():
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        if "browser" in item.fixturenames:
+            item.add_marker("browser")
+        if not torch.cuda.is_available() and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def parse(script, flags: list[str]) -> argparse.Namespace:
@@ -149,7 +147,6 @@ def parse(script, flags: list[str]) -> argparse.Namespace:
 
 @functools.cache
 def known_flags(recipe: str) -> set[str]:
-    """The trainer's flags with this recipe. Those of a recipe in the repository stay what they are."""
     from scripts import tango_rl
     return set(tango_rl.make_parser(["--recipe", recipe])._option_string_actions)
 
@@ -162,6 +159,11 @@ def rl_flags(*flags: str) -> list[str]:
     labels = ["--labels", os.path.join(os.environ["NANOCHAT_BASE_DIR"], "labels.jsonl")] if "--labels" in known else []
     own = [word for words in TANGO_FLAGS if words[0] in known for word in words]
     return [*COMMON_RL_FLAGS, *OTHER_TASKS.get(recipe, []), *labels, *own, *flags]
+
+
+def train(*flags: str) -> None:
+    from scripts import tango_rl
+    tango_rl.main(parse(tango_rl, rl_flags(*flags)))
 
 
 def random_model(n_layer: int = 2, seed: int = 0, dtype=torch.float64, n_embd: int = 48, context: int = 64,

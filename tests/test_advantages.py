@@ -1,18 +1,15 @@
-"""
-Credit assignment against arithmetic by hand: Tango eq. 4-7, the presets, abstaining rollouts, groups, ranks.
-
-    python -m pytest tests/test_advantages.py -q
-"""
+"""Credit assignment by hand: Tango eq. 4-7, the presets, abstaining rollouts, groups, ranks."""
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from nanochat.rl.credit.advantages import (PRESETS, SPREAD, SparseRewards, blend, gae, merge, source_advantages, to_go,
-                                           whiten)
+from nanochat.rl.credit.advantages import PRESETS, SparseRewards, blend, gae, merge, source_advantages, whiten
 from nanochat.rl.credit.rewards import outcome_rewards, step_rewards, terminal_rewards
 
+GROUP = torch.zeros(2, dtype=torch.long)
 CENTRED = [name for name, preset in PRESETS.items() if preset.center != "none"]
 
 
@@ -32,38 +29,25 @@ def assert_rows(advantages, rows):
     torch.testing.assert_close(advantages, torch.tensor(rows, dtype=torch.float32), rtol=1e-5, atol=1e-6)
 
 
-# One reward per rollout
-
 @pytest.mark.parametrize("preset, expected", [
     ("grpo", [1.5, -0.5, -0.5, -0.5]),              # mean 1/4, unbiased variance (9 + 1 + 1 + 1) / 16 / 3 = 1/4
     ("rloo", [1.0, -1 / 3, -1 / 3, -1 / 3]),        # 1 - 0; 0 - (1 + 0 + 0) / 3
     ("reinforce++", [1.5, -0.5, -0.5, -0.5]),       # the only group is the batch
     ("dr_grpo", [0.75, -0.25, -0.25, -0.25]),       # deviations from the mean 1/4, not divided
-    ("reinforce", [1.0, 0.0, 0.0, 0.0]),
-])
+    ("reinforce", [1.0, 0.0, 0.0, 0.0])])
 def test_presets_of_one_group_by_hand(preset, expected):
     assert_rows(outcome_advantages([1, 0, 0, 0], preset), [[x] for x in expected])
 
 
 def test_a_terminal_reward_reaches_every_token_of_its_rollout_and_none_after_it():
-    """Lengths 3 and 1 of T = 4: 1 - 1/2 = 0.5 on three tokens, -0.5 on one; reinforce spreads over the whole row, which
-    the mask cuts."""
+    """reinforce spreads over the whole row, which the mask cuts."""
     assert_rows(outcome_advantages([1, 0], "dr_grpo", T=4, lengths=[3, 1]),
                 [[0.5, 0.5, 0.5, 0.0], [-0.5, 0.0, 0.0, 0.0]])
     assert_rows(outcome_advantages([1, 0], "reinforce", T=4, lengths=[3, 1]), [[1.0] * 4, [0.0] * 4])
 
 
-def test_reinforce_plus_plus_normalises_over_the_batch_and_not_over_groups():
-    """[1, 0 | 0, 0]: batch mean 1/4, std 1/2 as above; the second group gets -0.5 where GRPO gives 0."""
-    assert_rows(outcome_advantages([1, 0, 0, 0], "reinforce++", group_id=[0, 0, 1, 1]), [[1.5], [-0.5], [-0.5], [-0.5]])
-    # [1, 0]: deviations 1/2 and -1/2, variance (1/4 + 1/4) / 1, std sqrt(1/2).
-    assert_rows(outcome_advantages([1, 0, 0, 0], "grpo", group_id=[0, 0, 1, 1]),
-                [[0.5 ** 0.5], [-(0.5 ** 0.5)], [0.0], [0.0]])
-
-
 def test_epsilon_keeps_tiny_differences_small():
-    """[0, 2e-6]: deviations -1e-6 and 1e-6, std sqrt(2) 1e-6; divided by sqrt(2) 1e-6 + 1e-6: 1 / 2.414214 = 0.414214,
-    not 0.707107."""
+    """[0, 2e-6]: deviations -1e-6 and 1e-6, divided by sqrt(2) 1e-6 + 1e-6: 0.414214, not 0.707107."""
     assert_rows(outcome_advantages([0.0, 2e-6], "grpo"), [[1 - 2 ** 0.5], [2 ** 0.5 - 1]])
 
 
@@ -82,8 +66,6 @@ def test_a_group_of_one_among_others_gets_zero(preset):
     assert advantages[0].item() == 0 and advantages[1].item() > 0 > advantages[2].item()
 
 
-# Abstaining
-
 def test_an_abstaining_rollout_gets_zero_and_moves_no_baseline():
     """[1, 0, None]: mean 1/2, std sqrt((1/4 + 1/4) / 1); counted as 0 the None would make the mean 1/3."""
     assert_rows(outcome_advantages([1, 0, None], "grpo"), [[0.5 ** 0.5], [-(0.5 ** 0.5)], [0.0]])
@@ -94,7 +76,6 @@ def test_an_abstaining_rollout_gets_zero_and_moves_no_baseline():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_leaving_an_abstaining_rollout_out_changes_nothing_for_the_others(preset):
-    """Whatever stands at what is not valid."""
     values, rest = [1.8, None, 0.3, 0.8, None, 1.0], [0, 2, 3, 5]
     rewards = terminal_rewards(values, torch.ones(6, dtype=torch.long))
     rewards.values[[1, 4]] = float("nan")
@@ -147,13 +128,6 @@ def test_tango_blend_by_hand():
     assert blended[0, 0].item() == pytest.approx(0.500877, rel=1e-5)
 
 
-def test_a_rollout_without_step_verdicts_leaves_the_others_as_they_are():
-    with_it = step_advantages([*STEP_ENDS, [0, 1, 2, 3]], [*VERDICTS, None], "grpo", T=5)
-    assert_rows(with_it, [*A_STEP, [0.0] * 5])
-    no_steps = step_advantages([*STEP_ENDS, []], [*VERDICTS, []], "grpo", T=5)  # a solution without steps abstains too
-    assert_rows(no_steps, [*A_STEP, [0.0] * 5])
-
-
 @pytest.mark.parametrize("preset, expected", [
     # rewards 1/2, -1/2 | 1. rloo, baseline of the first: 1, so -1/2 and -3/2; of the second (1/2 - 1/2) / 2 = 0, so 1
     ("rloo", [[-2.0, -2.0, -1.5, -1.5], [1.0, 1.0, 1.0, 0.0]]),
@@ -164,7 +138,6 @@ def test_step_advantages_of_other_presets_by_hand(preset, expected):
 
 
 def test_rloo_gives_zero_where_no_other_rollout_of_the_group_was_judged():
-    """Leave-one-out has nothing to compare with: above all not 0/0."""
     assert torch.equal(step_advantages([[1, 3], [2]], [[True, False], None], "rloo", T=4), torch.zeros(2, 4))
     assert torch.equal(step_advantages([[1, 3]], [[True, False]], "rloo", T=4), torch.zeros(1, 4))
 
@@ -180,15 +153,6 @@ def test_step_advantages_are_finite_whatever_is_judged(preset, judged, num_group
     for row, verdicts in zip(advantages, judged, strict=True):
         assert verdicts or not row.any()
 
-
-def test_two_steps_that_end_at_one_token_both_count_there():
-    """Return to go of 0.25 + 0.5 at token 1 and 1 at token 2."""
-    values, at = torch.tensor([[0.25, 0.5, 1.0]]), torch.tensor([[1, 1, 2]])
-    assert SPREAD["return_to_go"](values, at, 4).tolist() == [[1.75, 1.75, 1.0, 0.0]]
-    assert SPREAD["terminal"](values, at, 4).tolist() == [[1.75] * 4]
-
-
-# Against the definition
 
 def sparse_case(seed: int, N: int, K: int, T: int, device: str = "cpu") -> SparseRewards:
     """Random rewards of a few values; some rollouts abstain, some have fewer entries; what is invalid is nonsense."""
@@ -216,7 +180,6 @@ def naive_advantages(sources, group_id, T: int):
 
 @pytest.mark.parametrize("N, K, T", [(12, 1, 5), (12, 3, 7), (20, 17, 50), (1, 1, 1)])
 def test_grpo_is_eq_4_to_7(N, K, T):
-    """Two sources; chances are that some group is alike, some of one entry, some of none."""
     for seed in range(3):
         sources = [(0.75, sparse_case(2 * seed, N, 1, T)), (0.25, sparse_case(2 * seed + 1, N, K, T))]
         draw = torch.Generator().manual_seed(seed)
@@ -226,26 +189,9 @@ def test_grpo_is_eq_4_to_7(N, K, T):
         assert not actual[(expected == 0).all(dim=1)].any()
 
 
-def test_a_reward_that_is_no_number_shows_in_its_group_only():
-    advantages = outcome_advantages([1.0, float("nan"), 1.0, 0.0], "grpo", group_id=[0, 0, 1, 1])
-    assert advantages.isnan().squeeze(1).tolist() == [True, True, False, False]
-
-
-# Groups and ranks
-
-@pytest.mark.parametrize("preset", PRESETS)
-@settings(max_examples=15, deadline=None)
-@given(order=st.permutations(range(6)))
-def test_groups_are_named_by_group_id_in_any_order(preset, order):
-    group_id, values = [0, 0, 0, 2, 2, 2], [1.0, 0.0, 0.5, 0.2, 0.9, 0.4]  # nobody is in group 1
-    straight = outcome_advantages(values, preset, group_id)
-    mixed = outcome_advantages([values[n] for n in order], preset, [group_id[n] for n in order])
-    torch.testing.assert_close(mixed, straight[list(order)], rtol=1e-5, atol=1e-6)
-
-
 def on_two_ranks(work) -> list:
     """work(rank, reduce) on two threads, whose reduce exchanges tensors as all_reduce would. -> [result of 0, of 1]"""
-    barrier, slots, results, errors = threading.Barrier(2, timeout=10), [None, None], [None, None], []
+    barrier, slots = threading.Barrier(2, timeout=10), [None, None]
 
     def run(rank):
         def reduce(tensor, op="sum"):
@@ -254,23 +200,13 @@ def on_two_ranks(work) -> list:
             both = torch.stack(slots)
             barrier.wait()
             return both.sum(0) if op == "sum" else both.amax(0)
-        try:
-            results[rank] = work(rank, reduce)
-        except Exception as error:
-            errors.append(error)
-            barrier.abort()
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
-    return results
+        return work(rank, reduce)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))
 
 
 @pytest.mark.parametrize("split", [0, 1, 2, 5])
 def test_reinforce_plus_plus_on_two_ranks_equals_one_batch(split):
-    """Also where a rank has no rollout."""
     step_ends, verdicts = [[1, 3], [1], [0, 2], [0], [3]], [[True, False], [True], None, [False], [True]]
     group_id = torch.tensor([0, 0, 1, 1, 1])
     whole = step_rewards(step_ends, verdicts, "cpu")
@@ -290,13 +226,12 @@ def test_reinforce_plus_plus_on_two_ranks_equals_one_batch(split):
 
 def test_rewards_that_are_equal_on_each_rank_alone_still_carry_signal():
     """[1, 1 | 0, 0]: mean 1/2, std sqrt(4 / 4 / 3) = sqrt(1/3), so +-0.866025. Equal on both ranks: exactly 0."""
-    def work(values):
-        rewards = [terminal_rewards([value] * 2, torch.tensor([1, 1])) for value in values]
-        return lambda rank, reduce: source_advantages(rewards[rank], torch.tensor([0, 0]), 1, PRESETS["reinforce++"],
-                                                      reduce)
+    def advantages(*values):
+        return torch.cat(on_two_ranks(lambda rank, reduce: source_advantages(
+            terminal_rewards([values[rank]] * 2, torch.tensor([1, 1])), GROUP, 1, PRESETS["reinforce++"], reduce)))
     h = 0.75 ** 0.5
-    assert_rows(torch.cat(on_two_ranks(work([1, 0]))), [[h], [h], [-h], [-h]])
-    assert torch.equal(torch.cat(on_two_ranks(work([1.8, 1.8]))), torch.zeros(4, 1))
+    assert_rows(advantages(1, 0), [[h], [h], [-h], [-h]])
+    assert torch.equal(advantages(1.8, 1.8), torch.zeros(4, 1))
 
 
 def test_a_group_never_asks_other_ranks():
@@ -319,13 +254,9 @@ def test_sources_may_have_a_preset_each():
         blend(sources, GROUP, 4, presets[:1])
 
 
-GROUP = torch.zeros(2, dtype=torch.long)
-
-
 def test_merged_rewards_are_normalised_together():
-    """Weights 1/2: outcomes .5 and 0 at token 1; steps .25 .25 and .25 -.25 at tokens 0 and 1. Mean 1/6 over all six
-    entries; what stands at or after a token, deviations added: 1/3 + 1/12 + 1/12 and 1/3 + 1/12; -1/6 + 1/12 - 5/12
-    and -1/6 - 5/12."""
+    """Outcomes .5 and 0 at token 1; steps .25 .25 and .25 -.25 at tokens 0 and 1: mean 1/6. What stands at or after a
+    token: 1/3 + 1/12 + 1/12 and 1/3 + 1/12; -1/6 + 1/12 - 5/12 and -1/6 - 5/12."""
     sources = [(0.5, outcome_rewards([True, False], torch.tensor([2, 2]))),
                (0.5, step_rewards([[0, 1], [0, 1]], [[True, True], [True, False]], "cpu"))]
     assert_rows(merge(sources, GROUP, 2, PRESETS["dr_grpo"]), [[1 / 2, 5 / 12], [-1 / 2, -7 / 12]])
@@ -343,8 +274,6 @@ def test_merging_one_source_is_normalising_it_and_one_without_weight_is_none(pre
     torch.testing.assert_close(merge([(1.0, outcome), (0.0, steps)], GROUP, 2, PRESETS[preset]), of(outcome))
 
 
-# Whitening
-
 # The masked are 1, 2 | 3, 6: mean 12 / 4 = 3; deviations -2, -1 | 0, 3; squares 4 + 1 + 0 + 9 = 14;
 # unbiased variance 14 / 3.
 UNWHITE, MASK = torch.tensor([[1.0, 2.0, 9.0], [float("nan"), 3.0, 6.0]]), torch.tensor([[1, 1, 0], [0, 1, 1]])
@@ -352,18 +281,14 @@ W = (14 / 3) ** 0.5
 WHITE = [[-2 / W, -1 / W, 0.0], [0.0, 0.0, 3 / W]]
 
 
-def test_whitening_by_hand():
-    assert_rows(whiten(UNWHITE, MASK), WHITE)
-    assert torch.equal(whiten(UNWHITE, MASK.bool()), whiten(UNWHITE, MASK))
-
-
 @pytest.mark.parametrize("split", [0, 1, 2])
-def test_whitening_on_two_ranks_equals_one(split):
-    """Also where a rank has no rollout."""
+def test_whitening_by_hand_and_on_two_ranks(split):
     def work(rank, reduce):
         rows = slice(0, split) if rank == 0 else slice(split, 2)
         return whiten(UNWHITE[rows], MASK[rows], reduce)
+    assert_rows(whiten(UNWHITE, MASK), WHITE)
     assert_rows(torch.cat(on_two_ranks(work)), WHITE)
+    assert torch.equal(whiten(UNWHITE, MASK.bool()), whiten(UNWHITE, MASK))
 
 
 def test_whitening_of_equal_advantages_or_less_than_two_gives_exactly_zero():
@@ -375,17 +300,10 @@ def test_whitening_of_equal_advantages_or_less_than_two_gives_exactly_zero():
 
 
 def test_whitening_adds_epsilon_and_loses_nothing_far_from_zero():
-    """0 and 2e-6 as in the test of epsilon above. 1e6 + (-1, 0, 1), ten thousand times: mean 1e6, variance 2/3; in fp32
-    their sum would be inexact."""
+    """1e6 + (-1, 0, 1), ten thousand times: mean 1e6, variance 2/3; in fp32 their sum would be inexact."""
     assert_rows(whiten(torch.tensor([[0.0, 2e-6]]), torch.ones(1, 2)), [[1 - 2 ** 0.5, 2 ** 0.5 - 1]])
     offset = torch.tensor([-1.0, 0.0, 1.0]).repeat(10000)[None]
     torch.testing.assert_close(whiten(1e6 + offset, torch.ones(1, 30000)), offset * 1.5 ** 0.5, rtol=1e-4, atol=1e-6)
-
-
-# Generalised advantage estimates
-
-def gae_of(rewards, values, mask, gamma, lam):
-    return gae(torch.tensor([rewards]), torch.tensor([values]), torch.tensor([mask]).bool(), gamma, lam)
 
 
 @pytest.mark.parametrize("rewards, values, mask, gamma, lam, expected", [
@@ -401,17 +319,5 @@ def gae_of(rewards, values, mask, gamma, lam):
     ([0.0, 1.0, 0.0], [0.25, 9.0, 9.0], [1, 0, 0], 1.0, 0.5, [0.75, 0.0, 0.0]),     # and its reward is the first's
     ([1.0, 1.0, 1.0], [0.5, 0.5, 0.5], [0, 0, 0], 1.0, 0.5, [0.0, 0.0, 0.0])])
 def test_generalised_advantages_by_hand(rewards, values, mask, gamma, lam, expected):
-    assert_rows(gae_of(rewards, values, mask, gamma, lam), [expected])
-
-
-@given(st.lists(st.lists(st.floats(-2, 2, width=32), min_size=4, max_size=4), min_size=1, max_size=3), st.data())
-@settings(max_examples=50, deadline=None)
-def test_with_lambda_1_they_are_rewards_to_go_less_the_values(rows, data):
-    rewards = torch.tensor(rows)
-    lengths = torch.tensor([data.draw(st.integers(0, 4)) for _ in rows])
-    mask = torch.arange(4) < lengths[:, None]
-    rewards = rewards * mask
-    values = torch.tensor([[data.draw(st.floats(0, 1, width=32)) for _ in range(4)] for _ in rows])
-    torch.testing.assert_close(gae(rewards, torch.zeros_like(values), mask, 1.0, 1.0), to_go(rewards) * mask)
-    torch.testing.assert_close(gae(rewards, values, mask, 1.0, 1.0), (to_go(rewards) - values) * mask,
-                               rtol=1e-5, atol=1e-5)
+    rewards, values, mask = (torch.tensor([x]) for x in (rewards, values, mask))
+    assert_rows(gae(rewards, values, mask.bool(), gamma, lam), [expected])

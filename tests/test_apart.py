@@ -1,15 +1,10 @@
-"""
-A run notices that its sampler has other weights than its trainer: what is compared, what is counted, and that it stops.
-
-    python -m pytest tests/test_apart.py -q
-"""
-import json
-
+"""A run notices that its sampler has other weights than its trainer, and stops."""
 import pytest
 import torch
-from conftest import parse, rl_flags
+from conftest import train
 from test_dpo import random_play
 from test_play import play_of, rollouts_of, tiny_model
+from test_tango_rl import records
 
 from nanochat.checkpoint import load_file
 from nanochat.common import Diverged
@@ -18,7 +13,6 @@ from nanochat.rl.play.play import Update
 from nanochat.rl.play.updates import apply_update
 from nanochat.rl.run.progress import LARGEST_GAP, check_apart, count_apart
 from nanochat.weights import copy_of
-from scripts import tango_rl
 
 # The entropy bonus moves every weight in every step, whatever the rewards are.
 LARGE_STEPS = ["--recipe", "grpo", "--run", "r", "--num-steps", "5", "--lr", "0.02", "--entropy-coef", "0.1",
@@ -26,54 +20,38 @@ LARGE_STEPS = ["--recipe", "grpo", "--run", "r", "--num-steps", "5", "--lr", "0.
 MAX, MEAN = "rollout_logprobs_diff_max", "rollout_probs_diff_mean"
 
 
-def train(*flags: str) -> None:
-    tango_rl.main(parse(tango_rl, rl_flags(*flags)))
-
-
-def records(base) -> list[dict]:
-    return [json.loads(line) for line in (base / "runs" / "r" / "metrics.jsonl").read_text().splitlines()]
-
-
 def sample_from_the_start(monkeypatch) -> None:
-    """Each model is sampled from a copy that was made once."""
-    copies = {}
-
-    def first_copy(model):
-        if model not in copies:
-            copies[model] = copy_of(model)
-        return copies[model]
-    monkeypatch.setattr("nanochat.engine.inference_model", first_copy)
+    copies: dict = {}  # each model is sampled from a copy that was made once
+    monkeypatch.setattr("nanochat.engine.inference_model",
+                        lambda model: copies.get(model) or copies.setdefault(model, copy_of(model)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_that_is_sampled_from_its_starting_weights_stops_by_itself(base, monkeypatch, capsys, dtype):
-    """The first step is sound, the next three are not."""
     monkeypatch.setenv("NANOCHAT_DTYPE", dtype)
     sample_from_the_start(monkeypatch)
     with pytest.raises(Diverged, match=f"step 3: three times in a row the generator's sampler and trainer differed "
                                        f"by more than {dtype} explains .* sampled from other weights") as stopped:
         train(*LARGE_STEPS)
     assert "\n" not in str(stopped.value)
-    bar, gaps = LARGEST_GAP[getattr(torch, dtype)], [r[f"gen/{MAX}"] for r in records(base)]
+    bar, gaps = LARGEST_GAP[getattr(torch, dtype)], [r[f"gen/{MAX}"] for r in records(base, "r")]
     assert len(gaps) == 4 and gaps[0] <= bar and min(gaps[1:]) > bar
-    assert [r["gen/rollout_apart"] for r in records(base)] == [0, 1, 2, 3]
+    assert [r["gen/rollout_apart"] for r in records(base, "r")] == [0, 1, 2, 3]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert ["WARNING: sampler and trainer differ" in line for line in lines] == [False, True, True, True]
 
 
 def test_a_sound_run_of_the_same_flags_goes_on_also_if_saved_before_this_was_counted(base, capsys):
     train(*LARGE_STEPS)
-    straight, path = records(base), base / "runs" / "r" / "state_000003.pt"
+    straight, path = records(base, "r"), base / "runs" / "r" / "state_000003.pt"
     assert [r["gen/rollout_apart"] for r in straight] == [0] * 5
     assert "sampler and trainer differ" not in capsys.readouterr().out
     saved = load_file(str(path))
     assert saved.pop("apart_in_a_row") == {"generator": 0}
     torch.save(saved, path)
     train(*LARGE_STEPS, "--resume-from-step", "3")
-    assert [r["gen/loss"] for r in records(base)] == [r["gen/loss"] for r in straight]
+    assert [r["gen/loss"] for r in records(base, "r")] == [r["gen/loss"] for r in straight]
 
-
-# What is compared
 
 def drawn(t, role: str, off: float = 0.25):
     """Rollouts whose sampler was off by so much, under a role's own label."""
@@ -90,7 +68,6 @@ def made(t, role: str, *rollouts, **options) -> dict:
 
 
 def pair():
-    """A generator and a verifier, each of its own."""
     return play_of(generator=tiny_model(0), verifier=tiny_model(1))
 
 
@@ -144,8 +121,6 @@ def test_greedy_draws_and_those_from_the_top_k_are_not_compared(base):
         gap = made(t, "generator", rollouts)[MAX]
         assert (gap is None) == bool(top_k or greedy) and (gap or 0) < 1e-5
 
-
-# What is counted
 
 def test_three_in_a_row_stop_a_run_and_one_that_cannot_be_told_is_passed_over():
     t = pair()

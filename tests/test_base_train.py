@@ -286,20 +286,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(saved, stop, monkeypatch):
     assert [[r.get(k) for k in same] for r in metrics_of(base, "two")] == [[r.get(k) for k in same] for r in log]
 
 
-def test_what_another_process_trained_meanwhile_stays(base, monkeypatch):
-    new_model = base_train.new_model
-
-    def slowly(*args):
-        monkeypatch.setattr(base_train, "new_model", new_model)
-        train(base)
-        return new_model(*args)
-
-    monkeypatch.setattr(base_train, "new_model", slowly)
-    with pytest.raises(BadInput, match="another process was at work on this run until just now"):
-        train(base, "--seed", "5")
-    assert len(list_steps("base", "base")) == 1
-
-
 def test_text_that_was_moved_is_gone_on_with_and_changed_text_refused(saved, monkeypatch, capsys):
     """More files, another text, another border between what is trained on and what is not. Another dtype is told."""
     again, whole = ["--save-every", "2", "--resume-from-step", "2"], metrics_of(saved)
@@ -348,12 +334,6 @@ def test_what_was_trained_before_a_row_without_text_is_saved(base, monkeypatch):
         train(base, *flags)
     with pytest.raises(BadInput, match="train_000003_rank0.pt is missing, without .* be trained on; there are: none"):
         train(base, *flags, "--resume-from-step", "auto")
-
-
-def test_a_context_without_room_for_samples_trains_all_the_same(base, capsys):
-    train(base, "--sequence-len", "8", "--total-batch-size", "64", "--sample-every", "2", "--num-iterations", "3")
-    assert capsys.readouterr().out.count("no samples: --sequence-len 8 has no room after their beginnings") == 2
-    assert resumable_steps("base", "base") == [3]
 
 
 def test_text_to_validate_on_is_another_than_what_is_trained_on(base):

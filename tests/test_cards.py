@@ -1,8 +1,4 @@
-"""
-Rollouts as rollouts.jsonl keeps them, and as the report shows them.
-
-    python -m pytest tests/test_cards.py
-"""
+"""Rollouts as rollouts.jsonl keeps them, and as the report shows them."""
 import pytest
 import torch
 from test_report import ROLLOUT
@@ -16,8 +12,6 @@ from tasks.common import Problem
 
 BYTES = Tokenizer.train(iter([]), MIN_VOCAB_SIZE)  # ids below 256 are bytes
 
-
-# Records
 
 def test_all_rollouts_of_the_first_problems_are_kept():
     """Three prompts about two problems: the second problem comes again."""
@@ -43,8 +37,6 @@ def test_tokens_end_where_their_text_does(tokens, ends):
     assert not ends or ends[-1] == len(text)
 
 
-# Segments
-
 @pytest.mark.parametrize("start, end, expected", [
     (0, 6, [["abc", 1.0], ["d", -1.0], ["ef", None]]),  # no token says anything about "ef"
     (1, 4, [["bc", 1.0], ["d", -1.0]]), (2, 3, [["c", 1.0]]), (4, 6, [["ef", None]]), (3, 3, [])])
@@ -55,8 +47,6 @@ def test_text_is_cut_where_the_advantage_changes(start, end, expected):
     assert segments("ab", 0, 1, [1, 2, 2], [0.5, 0.5, 0.5]) == [["a", 0.5]]
     assert segments("", 0, 0, [0], [0.5]) == [["", 0.5]] and segments("", 0, 0, [], []) == []
 
-
-# Cards
 
 def test_a_rollout_is_cut_at_its_steps_with_their_advantages():
     shown = card(ROLLOUT)
@@ -114,8 +104,6 @@ def test_rollouts_without_steps_or_judgment_and_older_ones_are_shown_too():
     assert [s["text"] for s in shown["steps"]] == [[["3+5:8;", None]], [["8*2:7;", None]]]
     assert [s["advantage"] for s in shown["steps"]] == [0.5, -1.0]
 
-
-# Groups
 
 def test_groups_are_kept_whole_and_evenly_spread():
     """Ten steps of two problems of three rollouts each; two verifications of the first one in every step."""

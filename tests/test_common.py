@@ -154,10 +154,11 @@ def test_the_size_of_the_process_is_what_it_holds(monkeypatch, tmp_path):
 
 def test_products_of_many_shapes_leave_no_memory_after(monkeypatch):
     """oneDNN keeps a plan for each shape; without a bound, half a GB of them."""
-    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+    names = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    for name in names:
         monkeypatch.delenv(name, raising=False)
     common.init_device("cpu")
-    assert 0 < int(os.environ["LRU_CACHE_CAPACITY"]) <= 64 and 0 < int(os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) <= 64
+    assert all(0 < int(os.environ[name]) <= 64 for name in names)
 
 
 def refused(capsys, work, flags=(), code=2, **options) -> str:

@@ -6,6 +6,7 @@ import os
 import random
 
 import pytest
+from test_multiple_choice import cache, write  # noqa: F401
 
 from nanochat.common import BadInput
 from nanochat.rl.records.prompts import parse_verification
@@ -24,20 +25,6 @@ EURUS = {"data_source": "numina_olympiads", "ability": "math",
 PROGRAM = {**EURUS, "ability": "code", "reward_model": {"ground_truth": '{"inputs": []}', "style": "rule"}}
 OLYMPIAD = {"question": "Which roots?", "final_answer": ["$1$", "$\\frac{1}{2}$"], "solution": ["First.", "Second."],
             "is_multiple_answer": True}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """A folder for what `datasets` makes of files, so that tests leave nothing after."""
-    import datasets
-    old, datasets.config.HF_DATASETS_CACHE = datasets.config.HF_DATASETS_CACHE, str(tmp_path_factory.mktemp("datasets"))
-    yield
-    datasets.config.HF_DATASETS_CACHE = old
-
-
-def write(path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def plain(k: int, part: str = "train") -> dict:

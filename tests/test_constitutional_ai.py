@@ -7,8 +7,8 @@ import random
 
 import pytest
 import torch
-from test_dpo import (are_equal, assert_close, assert_refused, gradient_of, log_likelihoods, moved_by, parsed,
-                      random_play, weights_of)
+from test_dpo import (are_equal, assert_close, assert_refused, drawn_by, gradient_of, log_likelihoods, moved_by,
+                      parsed, random_play, weights_of, writing)
 from test_ttrl import assert_gold_answers_change_nothing
 
 from nanochat import recipes
@@ -104,18 +104,8 @@ def saying(said: list[str], *flags: str, step: int = 0):
     """A step in which verifications are these texts, one after the other and again."""
     t = random_play("constitutional_ai", *FLAGS, *flags)
     t.steps["generator"] = t.state.step = step
-    t.drawn = {}
-    sample = t.sample
-
-    def recorded(draw, *args, **more):
-        t.drawn[draw] = sample(draw, *args, **more)
-        if draw.startswith(("critiques", "feedback")):
-            rollouts = t.drawn[draw]
-            texts = [said[n % len(said)] for n in range(len(rollouts))]
-            t.drawn[draw] = t.written("start", rollouts.prompt_of(), texts)
-        return t.drawn[draw]
-
-    t.sample = recorded
+    writing(t, {draw: said for draw in t.draws if draw.startswith(("critiques", "feedback"))})
+    t.drew = drawn_by(t)
     t.read_verifications = lambda rollouts: [parse_verification(COMPACT, text, text.count(";"))
                                              for text in rollouts.texts]
     return t
@@ -125,10 +115,10 @@ def test_what_is_learned_are_the_revisions_after_the_problem_alone(base):
     t = saying(["0F;=F", "0T;=T", "cannot be read"])
     t.tokenizer.stop_tokens = [*t.tokenizer.stop_tokens, *range(40, 130)]  # random models end what they write
     update, = cai.play(t)
-    responses = t.drawn["responses"]
+    responses = t.drew["responses"]
     expected = [(prompt.ids, text) for r in range(2) for n, (prompt, text) in enumerate(zip(
-        responses.prompt_of(), t.drawn[f"revisions_{r}"].texts, strict=True))
-        if n % 3 < 2 and t.drawn[f"revisions_{r}"].stopped[n]]
+        responses.prompt_of(), t.drew[f"revisions_{r}"].texts, strict=True))
+        if n % 3 < 2 and t.drew[f"revisions_{r}"].stopped[n]]
     (rollouts, weights), = update.parts
     assert [(p.ids, text) for p, text in zip(rollouts.prompt_of(), rollouts.texts, strict=True)] == expected
     assert expected and rollouts.sampler_logprobs.isnan().all()
@@ -144,11 +134,11 @@ def test_the_start_revises_what_it_wrote_last_by_the_number_of_a_step(base, monk
     monkeypatch.setattr(cai, "drawn_principle", lambda t, problem, number: ("results", "complete")[number])
     t = saying(["0F;=F", "0T;=F", "cannot be read"])
     list(cai.play(t))
-    problems, before = t.drawn["responses"].problems(), t.drawn["responses"].texts
+    problems, before = t.drew["responses"].problems(), t.drew["responses"].texts
     for r, numbers in enumerate((["1", "", ""], ["", "2", ""])):
         prompts = t.prompts("refine_prompt", problems, solution=before, critique=numbers)
-        assert [p.ids for p in t.drawn[f"revisions_{r}"].prompt_of()] == [p.ids for p in prompts]
-        before = t.drawn[f"revisions_{r}"].texts
+        assert [p.ids for p in t.drew[f"revisions_{r}"].prompt_of()] == [p.ids for p in prompts]
+        before = t.drew[f"revisions_{r}"].texts
     assert t.metrics["gen/critiques/blamed"] == pytest.approx(2 / 6)
 
 
@@ -185,7 +175,7 @@ def test_the_policy_earns_the_preferences_and_no_gold_answer(base):
 def test_a_chance_is_that_of_the_final_verdicts_token_by_the_start(base):
     t = saying(JUDGED, step=1)
     update, = cai.play(t)
-    rollouts, (right, wrong) = t.drawn["feedback"], (t.tokenizer.encode(mark)[0] for mark in "TF")
+    rollouts, (right, wrong) = t.drew["feedback"], (t.tokenizer.encode(mark)[0] for mark in "TF")
     model = t.roles["start"].model
     for n, chance in enumerate(update.parts[0][0].columns["chance"]):
         if chance is not None:

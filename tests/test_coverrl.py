@@ -8,8 +8,8 @@ import zlib
 from dataclasses import replace
 
 import pytest
-from test_dpo import assert_refused, random_play
-from test_ttrl import assert_gold_answers_change_nothing, written
+from test_dpo import assert_refused, random_play, writing
+from test_ttrl import assert_gold_answers_change_nothing
 
 from nanochat import recipes
 from nanochat.recipes.self_play.coverrl import is_kept, to_verify, with_form
@@ -75,8 +75,7 @@ def play_with(votes: list[list[str]], verdicts: list[str], *flags: str):
     problem_of = t.task.problem
     t.task.problem = lambda split, index: replace(problem_of(split, index), answer="1")
     t.task.check = lambda problem, text: t.task.fmt.answer(text) == problem.answer
-    t.solve = lambda draw, problems, num: written(t, problems, [x.format("1") for row in votes for x in row])
-    t.verify = lambda draw, judged: t.written("verifier", t.verify_prompts(judged), verdicts)
+    writing(t, {"votes": [x.format("1") for row in votes for x in row], "reviews": verdicts})
     return t, list(coverrl.play(t))
 
 

@@ -21,7 +21,7 @@ from nanochat.checkpoint import load_file, save_atomic, saved_steps
 from nanochat.common import BadInput, CannotWrite, Diverged, script_main
 from nanochat.rl.learn.roles import find_starts, load_roles
 from nanochat.rl.learn.state import load_set, save_set
-from nanochat.rl.play import play
+from nanochat.rl.play import updates
 from nanochat.rl.play.play import Play
 from nanochat.storage.files import read_records
 from nanochat.storage.run import Run, choose_run_name
@@ -410,12 +410,12 @@ def test_weights_that_are_not_finite_are_neither_evaluated_nor_saved(base, capsy
 
 def test_a_healthy_role_does_not_hide_one_whose_steps_are_skipped(base, capsys, monkeypatch):
     """Every generator step is skipped; each verifier step between is fine."""
-    update = play.update
+    update = updates.update
 
     def failing(role, batches, *args, **kwargs):
         metrics = update(role, batches, *args, **kwargs)
         return metrics | {"skipped": int(role.name == "generator")}
-    monkeypatch.setattr(play, "update", failing)
+    monkeypatch.setattr(updates, "update", failing)
     code, line = outcome_of(capsys, "--run", "r", "--num-steps", "40", "--generator-steps", "1", "--warmup-steps", "0")
     assert code == 1 and "the generator was not finite three times in a row" in line
     roles = [record["role"] for _, record in read_records(str(base / "runs" / "r" / "metrics.jsonl"))]

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_dpo import assert_refused, parsed, random_play
+from test_dpo import assert_refused, parsed, random_play, writing
 
 from nanochat import recipes
 from nanochat.recipes.policy.dapo import dynamic_sampling, kind_of, length_penalty
 from nanochat.rl.credit.aggregation import AGGREGATIONS
-from nanochat.rl.records.rollouts import Rollouts
 from nanochat.storage.run import Run
 
 dapo = recipes.load("dapo")
@@ -49,15 +48,8 @@ def play_of(*batches: list[str], more: tuple = (), run: Run | None = None):
     t.run = run or t.run
     order, world, rank = dapo.labels(t.args), t.run.world, t.run.rank
     t.task.check = lambda problem, text: OUTCOMES[text]
-
-    def solve(draw, problems) -> Rollouts:
-        t.done.add(draw)
-        texts = [text for group in batches[order.index(draw)][rank::world] for text in group]
-        prompts = [prompt for prompt in t.solve_prompts(problems) for _ in range(t.args.num_samples)]
-        return t.written("generator", prompts, texts).with_prompts(prompts)
-
-    t.solve = solve
-    return t
+    return writing(t, {draw: [text for group in batch[rank::world] for text in group]
+                       for draw, batch in zip(order, batches, strict=True)})
 
 
 def test_batches_are_drawn_until_there_are_as_many_mixed_groups_as_wanted(base):
@@ -66,7 +58,7 @@ def test_batches_are_drawn_until_there_are_as_many_mixed_groups_as_wanted(base):
     # 1 + 2 mixed groups, and of the third batch the first; its two others are more than is wanted.
     assert kept.texts == ["1", "0", "0", "1", "1", "0", "1", "0"]
     assert [p.problem.index for p in kept.prompts] == [3, 5, 7, 9] and t.num_drawn == 12
-    assert t.done == {"solutions", "batch_2", "batch_3"}
+    assert list(t.asked) == ["solutions", "batch_2", "batch_3"]
     found = {name: t.metrics[f"gen/{name}"] for name in (
         "batches", "ran_out", "dropped/right", "dropped/wrong", "dropped/unknown", "dropped/surplus")}
     assert found == {"batches": 3, "ran_out": 0, "dropped/right": 2 / 12, "dropped/wrong": 3 / 12,
@@ -107,13 +99,8 @@ def test_a_long_right_solution_earns_less_than_a_short_one(base):
     """Lengths 2, 2 and 6 tokens of at most 8, buffer 4: 1, -1 and 1 - 2 / 4 = .5. Mean 1/6, unbiased std 1.040833."""
     t = play_of(["101"] * 4, more=("--num-samples", "3", "--max-new-tokens", "8", "--overlong-buffer", "4"))
     solve = t.solve
-
-    def longer(draw, problems):
-        rollouts = solve(draw, problems)
-        return replace(rollouts, lengths=torch.tensor([2, 2, 6] * 4), tokens=torch.ones(12, 6, dtype=torch.long),
-                       sampler_logprobs=torch.zeros(12, 6))
-
-    t.solve = longer
+    t.solve = lambda *args: replace(solve(*args), lengths=torch.tensor([2, 2, 6] * 4), tokens=torch.ones(
+        12, 6, dtype=torch.long), sampler_logprobs=torch.zeros(12, 6))
     update, = dapo.play(t)
     rollouts, advantages = update.parts[0]
     assert rollouts.columns["reward"][:3] == [1, -1, 0.5] and t.metrics["gen/rewards/overlong/mean"] == -0.5 / 3
@@ -130,7 +117,7 @@ def test_two_ranks_keep_the_groups_that_one_keeps(base, rank, kept):
     t = play_of(HARD, EASY, SOME, SOME, run=Run("r", torch.device("cpu"), rank, 2, ""))
     t.gather = lambda kinds: [kind_of([OUTCOMES[x] for x in group]) for group in next(batches)]
     assert [p.problem.index for p in dynamic_sampling(t).prompts] == kept
-    assert t.done == {"solutions", "batch_2", "batch_3"} and t.metrics["gen/dropped/surplus"] == 2 / 12
+    assert list(t.asked) == ["solutions", "batch_2", "batch_3"] and t.metrics["gen/dropped/surplus"] == 2 / 12
 
 
 # Flags

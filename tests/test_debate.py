@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_dpo import assert_close, assert_refused, gradient_of, log_likelihoods, moved_by, random_play
+from test_dpo import assert_close, assert_refused, gradient_of, log_likelihoods, moved_by, random_play, writing
 from torch.nn.functional import logsigmoid
 
 from dev.experiments import debate_slope
@@ -132,18 +132,12 @@ def played(protocol: str, arguments: list[str], verifications: list[str], recipe
     """A question with the answers 1 and 2 whose arguments, and the verifications in their order, are these texts.
     -> (the step, its updates, what the judge was asked)"""
     t = random_play(recipe, "--examples-per-step", "1", "--num-samples", "2", "--protocol", protocol)
-    problem_of, asked = t.task.problem, []
+    problem_of = t.task.problem
     t.task.problem = lambda split, index: replace(problem_of(split, index), answer="1")
     t.task.check = lambda problem, text: t.task.fmt.answer(text) == problem.answer
-    given = {"distractors": ["=2", "=1", "=0", "=2"], "arguments": arguments, "verdicts": verifications}
-
-    def sample(draw, prompts, num=None, **_):
-        if draw == "verdicts":
-            asked.extend(t.tokenizer.decode(prompt.ids[2:-2]).split("|", 1)[1] for prompt in prompts)
-        repeated = [prompt for prompt in prompts for _ in range(num or t.draws[draw].num_samples)]
-        return t.written(t.draws[draw].role, repeated, given[draw]).with_prompts(repeated)
-    t.sample = sample
-    return t, list(recipes.load(recipe).play(t)), asked
+    writing(t, {"distractors": ["=2", "=1", "=0", "=2"], "arguments": arguments, "verdicts": verifications})
+    updates = list(recipes.load(recipe).play(t))
+    return t, updates, [t.tokenizer.decode(p.ids[2:-2]).split("|", 1)[1] for p in t.asked["verdicts"]]
 
 
 ARGUMENTS = ["0+1:1;=1", "0+0:1;=1", "0+1:2;=2", "0+2:2;=0"]  # two for each answer, of which the last one fails

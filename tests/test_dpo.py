@@ -85,15 +85,17 @@ def drawn_by(t: Play) -> dict:
 
 
 def writing(t: Play, texts: dict[str, list[str]]) -> Play:
-    """The play, each of whose draws gives these completions over and over, in place of random ones. t.asked: draw ->
-    the problem of each; t.tools: draw -> the tool that it may call."""
-    t.asked, t.tools = {}, {}
+    """The play, whose draws of these names give these completions over and over, in place of random ones. t.asked: draw
+    -> the prompt of each; t.tools: draw -> the tool that it may call."""
+    t.asked, t.tools, drawn = {}, {}, t.sample
 
-    def sample(draw, prompts, num=None, *, tool=None, **_):
+    def sample(draw, prompts, num=None, *, role="", tool=None, **more):
+        if draw not in texts:
+            return drawn(draw, prompts, num, role=role, tool=tool, **more)
         prompts = [prompt for prompt in prompts for _ in range(num or t.draws[draw].num_samples)]
-        t.asked[draw], t.tools[draw] = [prompt.problem for prompt in prompts], tool
+        t.asked[draw], t.tools[draw] = prompts, tool
         given = [texts[draw][n % len(texts[draw])] for n in range(len(prompts))]
-        return t.written(t.draws[draw].role, prompts, given).with_prompts(prompts)
+        return t.written(role or t.draws[draw].role, prompts, given).with_prompts(prompts)
     t.sample = sample
     return t
 
@@ -113,13 +115,21 @@ def moved_by(t: Play, update, role: str = "generator") -> dict[str, torch.Tensor
     return {name: before[name] - after for name, after in weights_of(t.roles[role].model).items()}
 
 
+def logits_of(model, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """Of each of a completion's tokens, from a plain forward over prompt and completion. -> (T, V)"""
+    return model.head(model.trunk(torch.tensor([prompt + completion]))[0, len(prompt) - 1: -1]).double()
+
+
+def logprobs_after(model, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """log pi of a completion's tokens. -> (T,)"""
+    logprobs = torch.log_softmax(logits_of(model, prompt, completion), dim=-1)
+    return logprobs.gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+
 def token_logprobs(model, rollouts) -> list[torch.Tensor]:
-    """log pi of each completion's tokens, from plain forwards over prompt and completion."""
-    found = []
-    for prompt, completion in zip(rollouts.prompt_of(), rollouts.completions(), strict=True):
-        hidden = model.trunk(torch.tensor([prompt.ids + completion]))[0, len(prompt.ids) - 1: -1]  # (T, C)
-        found.append(torch.log_softmax(model.head(hidden), dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
-    return found
+    """The same of each rollout."""
+    return [logprobs_after(model, prompt.ids, completion)
+            for prompt, completion in zip(rollouts.prompt_of(), rollouts.completions(), strict=True)]
 
 
 def log_likelihoods(model, rollouts) -> list[torch.Tensor]:
@@ -129,12 +139,9 @@ def log_likelihoods(model, rollouts) -> list[torch.Tensor]:
 
 def verdict_odds(t: Play, role: str, rollouts) -> list[torch.Tensor]:
     """log p(T) - log p(F) before each token of each completion, from plain forwards."""
-    model, ((right,), (wrong,)) = t.roles[role].model, (t.tokenizer.encode(mark) for mark in "TF")
-    found = []
-    for prompt, completion in zip(rollouts.prompt_of(), rollouts.completions(), strict=True):
-        logits = model.head(model.trunk(torch.tensor([prompt.ids + completion]))[0, len(prompt.ids) - 1: -1])
-        found.append((logits[:, right] - logits[:, wrong]).double())
-    return found
+    logits = [logits_of(t.roles[role].model, prompt.ids, completion) / t.args.temperature
+              for prompt, completion in zip(rollouts.prompt_of(), rollouts.completions(), strict=True)]
+    return [row[:, ord("T")] - row[:, ord("F")] for row in logits]  # the tokenizer is bytewise
 
 
 def literal_loss(model, reference, rollouts, pairs, beta: float) -> torch.Tensor:

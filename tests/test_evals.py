@@ -1,8 +1,4 @@
-"""
-Scores of generators and verifiers by hand and by enumeration; which solutions a verifier step judges.
-
-    python -m pytest tests/test_evals.py -q
-"""
+"""Scores of generators and verifiers by hand and by enumeration; which solutions a verifier step judges."""
 import random
 from itertools import combinations
 from types import SimpleNamespace
@@ -23,8 +19,6 @@ from nanochat.rl.records.prompts import Verification
 T, F = True, False
 SETTINGS = settings(max_examples=100, deadline=None)
 
-
-# Generators
 
 @pytest.mark.parametrize("n", range(1, 7))
 def test_pass_at_k_is_the_share_of_choices_with_a_right_one(n):
@@ -48,65 +42,24 @@ def test_the_majority_of_the_readable_answers(answers, vote):
     assert majority(answers) == vote
 
 
-# Verifiers: final or single step verdicts
-
 LABELS = [T, T, T, F, F, F, F, F]
 
 
-@pytest.mark.parametrize("labels, verdicts, score", [
+@pytest.mark.parametrize("labels, verdicts, f1, accuracy", [
     # True: 2 hits, 3 actual, 3 said: F1 = 4/6. False: 4 hits, 5 actual, 5 said: 8/10. Mean (2/3 + 4/5) / 2 = 11/15.
-    (LABELS, [T, T, F, T, F, F, F, F], 11 / 15),
-    # The same with two verdicts missing. True: 1 hit, 3 actual, 2 said: 2/5.
-    # False: 3 hits, 5 actual, 4 said: 6/9. Mean 8/15.
-    (LABELS, [T, None, F, T, None, F, F, F], 8 / 15),
-    (LABELS, LABELS, 1.0),
-    (LABELS, [not l for l in LABELS], 0.0),
-    (LABELS, [None] * 8, 0.0),
-    # Always True: 3 hits, 3 actual, 8 said: 6/11. False: 0 of 5. Mean 3/11.
-    (LABELS, [T] * 8, 3 / 11),
-    ([T, T], [T, T], 1.0),   # a class that nobody has does not count
-    ([], [], None),
-    ([T, T], [T, F], 1 / 3),  # True: 1 hit, 2 actual, 1 said: 2/3. False: said once, never right: 0.
-    ([T, T], [T, None], 2 / 3),
-])
-def test_macro_f1_by_hand(labels, verdicts, score):
-    assert macro_f1(labels, verdicts) == (None if score is None else pytest.approx(score, rel=1e-12))
-
-
-@pytest.mark.parametrize("labels, verdicts, score", [
-    (LABELS, [T, T, F, T, F, F, F, F], (2 / 3 + 4 / 5) / 2),
-    (LABELS, [T, None, F, T, None, F, F, F], (1 / 3 + 3 / 5) / 2),  # a missing verdict is wrong for either class
-    (LABELS, LABELS, 1.0),
-    (LABELS, [None] * 8, 0.0),
-    ([T] + [F] * 19, [T] * 20, 0.5), ([T] * 19 + [F], [F] * 20, 0.5),  # a constant judge
-    ([T, T], [T, T], None), ([F], [F], None), ([], [], None),      # one class alone says nothing
-])
-def test_balanced_accuracy_by_hand(labels, verdicts, score):
-    assert balanced_accuracy(labels, verdicts) == (score if score is None else pytest.approx(score, rel=1e-12))
-
-
-@pytest.mark.parametrize("score", [macro_f1, balanced_accuracy])
-def test_a_verdict_for_each_label_is_required(score):
-    with pytest.raises(ValueError):
-        score([T, F], [T])
-
-
-@SETTINGS
-@given(pairs=st.lists(st.tuples(st.booleans(), st.none() | st.booleans()), min_size=1))
-def test_scores_treat_both_classes_alike_and_stay_between_zero_and_one(pairs):
-    labels, verdicts = [l for l, _ in pairs], [v for _, v in pairs]
-    swapped = [not l for l in labels], [v if v is None else not v for v in verdicts]
-    for score in (macro_f1, balanced_accuracy):
-        value = score(labels, verdicts)
-        assert value is None or 0 <= value <= 1
-        assert score(*swapped) == (value if value is None else pytest.approx(value, rel=1e-12))
-
-
-# Verifiers: first errors
-
-@pytest.mark.parametrize("verdicts, at", [([T, F, F], 1), ([F], 0), ([T, T], -1), ([], -1), ([None, F], 1)])
-def test_the_first_error(verdicts, at):
-    assert first_error(verdicts) == at
+    (LABELS, [T, T, F, T, F, F, F, F], 11 / 15, (2 / 3 + 4 / 5) / 2),
+    # With two verdicts missing, which are wrong. True: 1 hit, 3 actual, 2 said: 2/5. False: 3 hits, 5 actual, 4 said.
+    (LABELS, [T, None, F, T, None, F, F, F], 8 / 15, (1 / 3 + 3 / 5) / 2),
+    (LABELS, LABELS, 1.0, 1.0), (LABELS, [not l for l in LABELS], 0.0, 0.0), (LABELS, [None] * 8, 0.0, 0.0),
+    (LABELS, [T] * 8, 3 / 11, 0.5), (LABELS, [F] * 8, 5 / 13, 0.5),  # a constant judge: 6/11 or 10/13, and 0
+    # A class that nobody has does not count, and has no accuracy. Then True: 2/3; False: said once, never right: 0.
+    ([T, T], [T, T], 1.0, None), ([F], [F], 1.0, None), ([], [], None, None), ([T, T], [T, F], 1 / 3, None),
+    ([T, T], [T, None], 2 / 3, None)])
+def test_macro_f1_and_balanced_accuracy_by_hand(labels, verdicts, f1, accuracy):
+    for score, expected in ((macro_f1, f1), (balanced_accuracy, accuracy)):
+        assert score(labels, verdicts) == (expected if expected is None else pytest.approx(expected, rel=1e-12))
+        with pytest.raises(ValueError):  # there is a verdict for each label
+            score([*LABELS, T], LABELS)
 
 
 RIGHT, WRONG_AT_1 = [T, T, T], [T, F, T]
@@ -122,13 +75,11 @@ RIGHT, WRONG_AT_1 = [T, T, T], [T, F, T]
     ([RIGHT, WRONG_AT_1], [[F] * 3, [F] * 3], 0.0),      # always "at once": 0 and 0
     ([RIGHT, WRONG_AT_1], [RIGHT, [None] * 3], 0.0),     # a missing verdict counts as wrong
     ([RIGHT, WRONG_AT_1], [[None] * 3, WRONG_AT_1], 0.0), ([RIGHT, WRONG_AT_1], [[T, None, T], WRONG_AT_1], 0.0),
-    ([RIGHT, RIGHT], [RIGHT, RIGHT], None), ([WRONG_AT_1], [WRONG_AT_1], None), ([], [], None),
-])
-def test_first_error_f1_by_hand(labels, verdicts, score):
+    ([RIGHT, RIGHT], [RIGHT, RIGHT], None), ([WRONG_AT_1], [WRONG_AT_1], None), ([], [], None)])
+def test_first_errors_and_their_f1_by_hand(labels, verdicts, score):
+    assert [first_error(row) for row in ([T, F, F], [F], [T, T], [], [None, F])] == [1, 0, -1, -1, 1]
     assert first_error_f1(labels, verdicts) == (score if score is None else pytest.approx(score, rel=1e-12))
 
-
-# Verifiers: all scores of a set of verifications
 
 def test_verdict_scores_by_hand():
     """Rows: outcome, gold step labels, final verdict, step verdicts, unmet criteria."""
@@ -168,6 +119,10 @@ def test_what_is_wrongly_passed_or_blamed_is_a_share_of_its_kind():
     assert verdict_scores(rows)["pos_rate_wrong"] == 1 / 2
     unknown = verdict_scores([[None, [T], T, [T], []]])  # says nothing of outcomes
     assert unknown["balanced_acc"] is None and unknown["step_f1"] == 1.0
+    rows = [[T, [T], T, [T], []], [F, [F], F, [F], []]]  # step verdicts of the wrong number say nothing of correlation
+    for more in ([], [[F, [F, F], F, [T], ["step_count_mismatch"]]]):
+        assert verdict_scores([*rows, *more])["step_outcome_corr"] == pytest.approx(1.0)
+    assert verdict_scores(rows[:1])["step_outcome_corr"] is None
 
 
 def test_solutions_without_gold_step_labels_count_for_verdicts_alone():
@@ -183,13 +138,6 @@ def test_solutions_without_gold_step_labels_count_for_verdicts_alone():
     assert only["step_outcome_corr"] == pytest.approx((1 / 6) / ((1 / 6) ** 0.5 * (2 / 9) ** 0.5))
 
 
-def test_step_verdicts_of_the_wrong_number_say_nothing_of_the_correlation():
-    rows = [[T, [T], T, [T], []], [F, [F], F, [F], []]]
-    for more in ([], [[F, [F, F], F, [T], ["step_count_mismatch"]]]):
-        assert verdict_scores([*rows, *more])["step_outcome_corr"] == pytest.approx(1.0)
-    assert verdict_scores(rows[:1])["step_outcome_corr"] is None
-
-
 def test_a_ranking_is_reversed_where_a_wrong_rollout_is_above_a_right_one():
     outcomes = [T, F, F] + [T, T, F] + [T, T, T] + [T, F, None]
     advantages = [0.2, -1.0, 0.3] + [0.5, 0.1, 0.1] + [0.0, 1.0, 2.0] + [0.0, -0.5, 9.0]
@@ -197,39 +145,29 @@ def test_a_ranking_is_reversed_where_a_wrong_rollout_is_above_a_right_one():
     assert ranking_reversed(outcomes, advantages, 3) == [True, False, False]
 
 
-# Which solutions a verifier step judges
-
-def entries(outcomes: list[bool], first: int = 0) -> list[list]:
-    """[problem index, completion, outcome], to be told apart."""
-    return [[first + i, [65 + i], outcome] for i, outcome in enumerate(outcomes)]
+def entries(outcomes: list[bool], first: int = 0) -> list[tuple]:
+    return [(first + i, outcome) for i, outcome in enumerate(outcomes)]
 
 
 def choose(fresh, pool, num, replay=0.0, balance=False, rng=None):
-    """The entries that choose_solutions names."""
-    places = choose_solutions([e[2] for e in fresh], [e[2] for e in pool], num, replay, balance,
-                              rng or random.Random(0))
-    return [(fresh + pool)[place] for place in places]
+    outcomes = ([outcome for _, outcome in part] for part in (fresh, pool))
+    return [(fresh + pool)[place] for place in choose_solutions(*outcomes, num, replay, balance,
+                                                                rng or random.Random(0))]
 
 
 def num_right(chosen) -> int:
-    return sum(entry[2] for entry in chosen)
+    return sum(outcome for _, outcome in chosen)
 
 
-def test_plain_tango_judges_the_fresh_solutions_in_order():
-    fresh, pool, rng = entries([T, F, F, F, T]), entries([T] * 5, first=100), random.Random(0)
-    before = rng.getstate()
-    assert choose(fresh, pool, 4, 0.0, False, rng) == fresh[:4]
-    assert rng.getstate() == before  # no chance in it
-
-
-def test_replay_takes_its_share_from_the_pool_and_the_rest_fresh():
+def test_replay_takes_its_share_from_the_pool_and_the_rest_fresh_in_order():
     """replay 0.25 of 8: 2 past, 6 fresh. Which ones is chance that the seed decides; a short pool is filled up."""
-    fresh, pool = entries([F] * 8), entries([T] * 20, first=100)
+    fresh, pool, rng = entries([F] * 8), entries([T] * 20, first=100), random.Random(0)
+    before = rng.getstate()
+    assert choose(fresh, pool, 4, rng=rng) == fresh[:4] and rng.getstate() == before  # plain Tango: no chance in it
     chosen, again, other = (choose(fresh, pool, 8, 0.25, rng=random.Random(seed)) for seed in (0, 0, 1))
     assert chosen[:6] == fresh[:6] and all(entry in pool for entry in chosen[6:])
     assert len({entry[0] for entry in chosen}) == 8 and chosen == again != other
-    assert choose(fresh, pool[:1], 8, replay=0.5) == fresh[:7] + pool[:1]
-    assert choose(fresh, [], 8, replay=0.5) == fresh
+    assert choose(fresh, pool[:1], 8, replay=0.5) == fresh[:7] + pool[:1] and choose(fresh, [], 8, 0.5) == fresh
 
 
 @pytest.mark.parametrize("fresh, pool, right, wrong", [
@@ -238,30 +176,23 @@ def test_replay_takes_its_share_from_the_pool_and_the_rest_fresh():
     ([T, T, T, T], [F], 3, 1),                  # as far as it has it
     ([F, F, F, F], [], 0, 4),                   # nobody has it: the others take the places
     ([T, T, T, T], [T], 4, 0),
-    ([T], [F], 1, 1), ([], [T, F, T, F, T], 2, 2), ([], [], 0, 0),
-])
+    ([T], [F], 1, 1), ([], [T, F, T, F, T], 2, 2), ([], [], 0, 0)])
 @pytest.mark.parametrize("replay", [0.0, 0.5])
 def test_balance_makes_half_right_and_half_wrong_as_far_as_there_are(fresh, pool, right, wrong, replay):
     chosen = choose(entries(fresh), entries(pool, first=100), 4, replay, balance=True)
     assert (num_right(chosen), len(chosen) - num_right(chosen)) == (right, wrong)
 
 
-def test_balance_prefers_fresh_solutions():
+def test_balance_prefers_fresh_solutions_and_keeps_the_share_of_replay():
     """Without replay the pool lends only what fresh ones lack."""
     fresh, pool = entries([T, T, F, F]), entries([T, F] * 10, first=100)
     assert choose(fresh, pool, 4, balance=True) == fresh
-    assert [entry[2] for entry in choose(entries([T, F] * 5), [], 5, balance=True)] == [T, F, T, F, F]  # an odd number
+    assert [entry[1] for entry in choose(entries([T, F] * 5), [], 5, balance=True)] == [T, F, T, F, F]  # an odd number
     lacking = choose(entries([T, F, F, F]), pool, 4, balance=True)
     assert sum(entry[0] >= 100 for entry in lacking) == 1 and num_right(lacking) == 2
-
-
-def test_balance_keeps_the_share_of_replay():
-    fresh, pool = entries([T, F] * 4), entries([T, F] * 10, first=100)
-    for seed in range(20):
-        chosen = choose(fresh, pool, 8, 0.25, True, random.Random(seed))
-        past = [entry for entry in chosen if entry[0] >= 100]
-        # 6 fresh ones come first, T F T F T F, and leave room for one past one of each kind.
-        assert num_right(chosen) == 4 and len(past) == 2
+    for seed in range(20):  # 6 fresh ones come first, T F T F T F, and leave room for one past one of each kind
+        chosen = choose(entries([T, F] * 4), pool, 8, 0.25, True, random.Random(seed))
+        assert num_right(chosen) == 4 and sum(entry[0] >= 100 for entry in chosen) == 2
 
 
 @SETTINGS
@@ -275,10 +206,8 @@ def test_balance_takes_as_many_as_there_are_none_twice_and_as_even_as_can_be(fre
     assert len(chosen) - num_right(chosen) >= min(num - num // 2, all_there.count(False))
 
 
-# By kind of error
-
 def test_steps_that_pass_are_counted_by_kind_of_error():
-    """Two solutions: a wrong result that passes, a slip that does not; a slip that is not judged, a right step."""
+    """A wrong result that passes, a slip that does not and a right step; a slip that is not judged."""
     kinds = {"a": ["result", "slip", None], "b": ["slip"]}
     task = SimpleNamespace(step_errors=lambda problem, text: kinds[text])
     play = SimpleNamespace(task=task, gather=lambda rows: rows)
@@ -296,37 +225,29 @@ def test_what_cannot_be_scored_counts_as_wrong_and_is_told(capsys):
     assert are_right([True, False], "test_in") == [True, False] and capsys.readouterr().out == ""
 
 
-# Rewards and their variance by source
-
-def variances_of(group_id, **sources) -> dict:
-    t = SimpleNamespace(log=lambda role, values: logged.update(values), mean=lambda values: {
-        name: sum(rows) / len(rows) for name, rows in values.items()})
-    logged: dict = {}
-    log_variances(t, "generator", SimpleNamespace(group_id=torch.tensor(group_id)), sources)
-    return logged
+def logging(logged: dict) -> SimpleNamespace:
+    return SimpleNamespace(device="cpu", reduce=lambda x: x, log=lambda role, values: logged.update(values),
+                           mean=lambda values: values)
 
 
 def test_the_variance_of_each_source_is_that_within_groups():
     """Group 7: 1, 0, 0, 0: variance (9/16 + 3/16) / 3 = 1/4; group 5 earns 1 and 1 of the outcome, and .2 and .6 of
-    its steps: (.2^2 + .2^2) / 1 = .08."""
-    outcome = outcome_rewards([True, False, False, False, True, True], torch.full((6,), 9))
+    its steps: (.2^2 + .2^2) / 1 = .08. Of some True and False are left, of group 1 one: nothing varies."""
+    found: dict = {}
     steps = step_rewards([[1, 2]] * 6, [[0.5, 0.5]] * 4 + [[0.6, 0.6], [0.8, 0.8]], "cpu")  # (2p - 1) / 2 each
-    found = variances_of([7, 7, 7, 7, 5, 5], outcome=outcome, steps=steps)
-    assert found == pytest.approx({"variance/outcome": 0.125, "zero_variance/outcome": 0.5, "variance/steps": 0.04,
-                                   "zero_variance/steps": 0.5})
-
-
-def test_rollouts_that_a_source_says_nothing_of_are_left_out_of_its_variance():
-    """Of group 0 True and False are left, of group 1 one: nothing varies."""
-    outcome = outcome_rewards([True, None, False, True, None], torch.full((5,), 9))
-    assert variances_of([0, 0, 0, 1, 1], outcome=outcome) == {"variance/outcome": 0.25, "zero_variance/outcome": 0.5}
+    for group_id, sources in (
+            ([7, 7, 7, 7, 5, 5], {"outcome": outcome_rewards([T, F, F, F, T, T], torch.full((6,), 9)), "steps": steps}),
+            ([0, 0, 0, 1, 1], {"some": outcome_rewards([T, None, F, T, None], torch.full((5,), 9))})):
+        log_variances(logging(found), "generator", SimpleNamespace(group_id=torch.tensor(group_id)), sources)
+    assert [found[f"variance/{name}"] for name in ("outcome", "some")] == [[0.25, 0.0], [0.5, 0.0]]
+    assert found["variance/steps"] == pytest.approx([0.0, 0.08]) and found["zero_variance/steps"] == [T, F]
+    assert found["zero_variance/outcome"] == found["zero_variance/some"] == [F, T]
 
 
 def test_rewards_are_logged_by_group_and_none_may_be_nan():
     """Groups 1, 0 and 1, 1 and one that cannot be told: spread .5 and 0; the last two say nothing."""
     logged: dict = {}
-    t = SimpleNamespace(device="cpu", reduce=lambda x: x, log=lambda role, values: logged.update(values),
-                        mean=lambda values: values)
+    t = logging(logged)
     rollouts = SimpleNamespace(columns={}, group_id=torch.tensor([4, 4, 2, 2, 3]), lengths=torch.arange(5),
                                stopped=torch.tensor([True] * 4 + [False]))
     log_rewards(t, "generator", rollouts, [1, False, 1.0, True, None])

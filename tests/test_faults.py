@@ -31,6 +31,7 @@ from nanochat.hf.files import find_folder, read_json
 from nanochat.hf.tokenizer import load_tokenizer, parse_json
 from nanochat.rl.learn import trainer
 from nanochat.rl.report import report
+from nanochat.rl.run import steps
 from nanochat.rl.run.progress import health_warnings
 from nanochat.rl.run.resume import read_config
 from nanochat.storage import files
@@ -106,7 +107,7 @@ def test_when_a_rank_dies_all_end_and_the_last_set_stays(base, two_ranks):
 
 def drift(monkeypatch) -> None:
     """Rank 1's generator moves by a last bit after its first update."""
-    apply_update = tango_rl.apply_update
+    apply_update = steps.apply_update
 
     def drifting(t, update):
         metrics = apply_update(t, update)
@@ -114,7 +115,7 @@ def drift(monkeypatch) -> None:
             weight = t.roles["generator"].model.lm_head.weight.data
             weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(9.0))
         return metrics
-    monkeypatch.setattr(tango_rl, "apply_update", drifting)
+    monkeypatch.setattr(steps, "apply_update", drifting)
 
 
 def poison(monkeypatch) -> None:

@@ -1,8 +1,4 @@
-"""
-FLOPs of a model per token, by hand and against PyTorch's counter; the peaks of GPUs.
-
-    python -m pytest tests/test_flops.py -q
-"""
+"""FLOPs of a model per token, by hand and against PyTorch's counter; the peaks of GPUs."""
 import pytest
 import torch
 from test_base_train import small_model
@@ -27,8 +23,7 @@ def test_flops_are_six_per_weight_and_twelve_per_score():
 
 
 def test_flops_are_those_that_pytorch_counts_without_what_masks_throw_away(monkeypatch):
-    """A step of loss and gradients by the operations that CUDA takes, in one batch of plain products; of what it
-    computes for scores that a mask hides, six products each, there is no credit."""
+    """By the operations that CUDA takes; scores that a mask hides, six products each, earn no credit."""
     model = small_model(vocab_size=256, n_layer=3, window_pattern="SL", sequence_len=300)
     ids = torch.randint(256, (3, 301), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)

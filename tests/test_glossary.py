@@ -1,9 +1,4 @@
-"""
-The glossary of metrics, dev/metrics.md: it has what is logged, and what it has is logged. Runs of RL are looked at in
-test_recipes.py, which makes one of every recipe.
-
-    python -m pytest tests/test_glossary.py
-"""
+"""The glossary dev/metrics.md has what is logged, and what it has is logged; for RL test_recipes.py looks."""
 import itertools
 import json
 import re
@@ -38,7 +33,7 @@ UNSEEN = {**dict.fromkeys(("gen/pass1_lenient_in", "gen/pass1_lenient_out"), "ne
 
 
 def tables_of(text: str) -> list[tuple[str, list[str]]]:
-    """The tables of a page: the first cell of the head, and all names in backticks in the first cells below it."""
+    """(the first cell of the head, all names in backticks in the first cells below it) of each table."""
     found = []
     for block in re.findall(r"^\|.*\n\|[ :|-]+\|\n(?:\|.*\n?)+", text, re.MULTILINE):
         head, _, *rows = [line.strip("|").split(" | ")[0].strip() for line in block.splitlines()]
@@ -47,13 +42,11 @@ def tables_of(text: str) -> list[tuple[str, list[str]]]:
 
 
 def spelled_out(name: str) -> list[str]:
-    """a{b,c} as ab and ac."""
     parts = [part.split(",") if i % 2 else [part] for i, part in enumerate(re.split(r"\{([^}]*)\}", name))]
     return ["".join(chosen) for chosen in itertools.product(*parts)]
 
 
 def glossary_of(text: str) -> dict[str, list[Entry]]:
-    """The entries of each log."""
     tables, entries = tables_of(text), {}
     words = {head: "|".join(name for h, names in tables if h == head for name in names)
              for head in ("role prefix", "verifier score")}
@@ -89,7 +82,6 @@ def unseen(log: str, logged: dict[str, set[str]]) -> set[str]:
 
 
 def keys_of(path: Path) -> set[str]:
-    """The names in a metrics.jsonl."""
     return {name for line in path.read_text().splitlines() for name in json.loads(line)}
 
 
@@ -122,37 +114,3 @@ def test_the_figures_of_the_glossary_are_those_of_the_code():
     for words in (f"`gen/wrong_passed` is above {LENIENT};", f"1, less {FORMAT_PENALTY} for each criterion",
                   f"0 to {ClassWeights().cap:.0f} |", f"above {fp32} in fp32 or {bf16} in bf16"):
         assert words in text
-
-
-WRITTEN = """
-| role prefix | role |
-| --- | --- |
-| `gen` | a |
-| `ver` | b |
-
-| verifier score | range |
-| --- | :-: |
-| `f1` | share |
-| `auc` | share |
-
-| where a score stands | of |
-| --- | --- |
-| `ver/<score>_{in,out}` | `not_a_name` |
-
-| after a role's prefix | unit |
-| --- | --- |
-| `errors/*`, `lr` | |
-
-| in recipes dpo and spin | unit |
-| --- | --- |
-| `gen/{a,b}` | |
-"""
-
-
-def test_a_glossary_is_read_as_it_says():
-    entries = glossary_of(WRITTEN)["rl"]
-    assert [e.name for e in entries] == ["ver/f1_in", "ver/auc_in", "ver/f1_out", "ver/auc_out", "errors/*", "lr",
-                                         "gen/a", "gen/b"]
-    assert [bool(re.fullmatch(entries[4].pattern, name)) for name in
-            ("gen/errors/x", "ver/errors/y", "errors/x", "gen/errors/x/y")] == [True, True, False, False]
-    assert entries[-1].recipes == ("dpo", "spin") and entries[0].recipes == ()

@@ -5,11 +5,13 @@ GRAM: the smoothed coefficients by hand, both stages against the gradient of the
 """
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import parse, rl_flags
-from test_supervised import BYTES, check_update, log_likelihood, play_on_labels
+from test_dpo import logprobs_after, token_logprobs
+from test_supervised import check_update, play_on_labels
 from torch.nn.functional import logsigmoid
 
 from nanochat.common import BadInput
@@ -21,14 +23,14 @@ from nanochat.rl.verify.spots import log_odds_at
 from scripts import tango_rl
 
 
-def played(folder, *flags: str):
-    return play_on_labels(folder, "gram", "--examples-per-step", "4", *flags, num=24)
+def played(*flags: str):
+    return play_on_labels("gram", "--examples-per-step", "4", *flags, num=24)
 
 
 def true_log_odds_of_a(t, line: Candidates) -> torch.Tensor:
     """log p(A) - log p(B) of a pair, by a plain forward."""
-    prompt = BYTES.render_prompt(f"{line.problem.prompt}|{line.texts[0]}|{line.texts[1]}|A")
-    a, b = (log_likelihood(t.roles["verifier"].model, prompt, BYTES.encode(f"={choice}"))[1] for choice in "AB")
+    prompt, encode = t.tokenizer.render_prompt("|".join([line.problem.prompt, *line.texts, "A"])), t.tokenizer.encode
+    a, b = (logprobs_after(t.roles["verifier"].model, prompt, encode(f"={choice}"))[1] for choice in "AB")
     return a - b
 
 
@@ -43,8 +45,8 @@ def test_smoothed_coefficients_by_hand():
 
 # Updates
 
-def test_the_choice_takes_the_gradient_of_the_smoothed_cross_entropy_over_both_choices(tmp_path):
-    t = played(tmp_path, "--pretrain-steps", "0", "--label-smoothing", "0.2")
+def test_the_choice_takes_the_gradient_of_the_smoothed_cross_entropy_over_both_choices(base):
+    t = played("--pretrain-steps", "0", "--label-smoothing", "0.2")
     update, = gram.play(t)
     rollouts = update.parts[0][0]
     shown = [Candidates(problem, [text for _, text in turns], right) for problem, turns, right in
@@ -59,44 +61,43 @@ def test_the_choice_takes_the_gradient_of_the_smoothed_cross_entropy_over_both_c
     check_update(t, update, (-logsigmoid(D) + 0.1 * D).mean())
 
 
-def test_pretraining_models_both_solutions_after_the_problem(tmp_path):
-    t = played(tmp_path, "--pretrain-steps", "1")
+def test_pretraining_models_both_solutions_after_the_problem(base):
+    t = played("--pretrain-steps", "1")
     update, = gram.play(t)
-    rollouts, model = update.parts[0][0], t.roles["verifier"].model
-    solutions, likelihoods = {}, []
+    rollouts, solutions = update.parts[0][0], {}
     for row in read_labelled(t.args.labels, t.task):
         solutions.setdefault(row.problem, []).append(row.solution)
     for problem, text in zip(rollouts.problems(), rollouts.texts, strict=True):
         assert sorted(text[1:].split("|")) == sorted(solutions[problem])  # two of each in this file
-        likelihoods.append(log_likelihood(model, BYTES.render_prompt(problem.prompt),
-                                          [*BYTES.encode(text), BYTES.assistant_end]))
-    nll = -torch.cat(likelihoods).mean()
-    assert len(likelihoods) == 4 and t.metrics["ver/solution_nll"] == pytest.approx(nll.item(), rel=1e-4)
+    assert [p.ids for p in rollouts.prompt_of()] == [t.tokenizer.render_prompt(p.prompt) for p in rollouts.problems()]
+    nll = -torch.cat(token_logprobs(t.roles["verifier"].model, rollouts)).mean()
+    assert len(rollouts) == 4 and t.metrics["ver/solution_nll"] == pytest.approx(nll.item(), rel=1e-4)
     check_update(t, update, nll)
 
 
-def test_pretraining_sees_no_label_and_the_labels_come_after_it(tmp_path):
-    t = played(tmp_path, "--pretrain-steps", "1")
-    update, = gram.play(t)
-    rows = [json.loads(line) for line in open(t.args.labels)]
-    with open(t.args.labels, "w") as f:
-        f.writelines(json.dumps({**row, "outcome": None}) + "\n" for row in rows)
-    read_labelled.cache_clear()
-    t.memory.clear()
-    again, = gram.play(t)
-    assert again.parts[0][0].texts == update.parts[0][0].texts and "ver/pair_loss" not in t.metrics
-    t = played(tmp_path, "--pretrain-steps", "1")
-    t.state.step = 1
-    list(gram.play(t))
-    assert "ver/pair_loss" in t.metrics
+def test_pretraining_sees_no_label_and_the_labels_come_after_it(base):
+    found = []
+    for outcome in ({}, {"outcome": None}):
+        t = played("--pretrain-steps", "1")
+        path = Path(t.args.labels)
+        path.write_text("".join(json.dumps(json.loads(line) | outcome) + "\n" for line in open(path)))
+        read_labelled.cache_clear()
+        update, = gram.play(t)
+        found.append(update.parts[0][0].texts)
+        assert "ver/pair_loss" not in t.metrics
+        if not outcome:
+            t.state.step, t.done = 1, set()
+            list(gram.play(t))
+            assert "ver/pair_loss" in t.metrics
+    assert found[0] == found[1]
 
 
 # Choices and rewards
 
 @pytest.fixture
-def pairs(tmp_path):
+def pairs(base):
     """A run, and two pairs of solutions."""
-    t = played(tmp_path)
+    t = played()
     one, two = (t.task.problem("rl", i) for i in (0, 1))
     return t, [Candidates(one, ["1+1:2;=2", "1+1:0;=0"], 0), Candidates(two, ["=1", "0*2:0;=0"], 1)]
 
@@ -112,17 +113,17 @@ def test_a_choice_is_read_from_its_log_odds_in_either_order(pairs, monkeypatch):
     assert gram.likelier(t, both[:3]) == [1, -1, None]
 
 
-def test_a_generator_earns_the_chance_to_be_chosen_over_its_greedy_solution(pairs, monkeypatch):
+def test_a_generator_earns_the_chance_to_be_chosen_over_its_greedy_solution(pairs):
     t, (one, two) = pairs
     prompts = t.solve_prompts([one.problem, one.problem, two.problem])
     solutions = t.written("verifier", prompts, [*one.texts, two.texts[0]])
     t.roles["generator"] = t.roles["verifier"]
 
-    def solve(t, draw, problems, greedy):
+    def solve(draw, problems, greedy):
         assert (draw, greedy) == ("reference", True)
         return t.written("verifier", t.solve_prompts(problems), ["1+1:0;=0", "=2"][: len(problems)])
 
-    monkeypatch.setattr(type(t), "solve", solve)
+    t.solve = solve
     judgments = JUDGES["preferred"](t, "verifier", solutions)
     wins = lambda problem, text, other: (
         torch.sigmoid(true_log_odds_of_a(t, Candidates(problem, [text, other], 0)))

@@ -9,6 +9,7 @@ from itertools import combinations
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
+from test_multiple_choice import cache  # noqa: F401
 
 from nanochat.common import BadInput
 from nanochat.rl.measure.scores import verdict_scores
@@ -42,16 +43,7 @@ def worded(k: int, split: str) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """A folder for what `datasets` makes of files, so that tests leave nothing after."""
-    import datasets
-    old, datasets.config.HF_DATASETS_CACHE = datasets.config.HF_DATASETS_CACHE, str(tmp_path_factory.mktemp("datasets"))
-    yield
-    datasets.config.HF_DATASETS_CACHE = old
-
-
-@pytest.fixture(scope="module")
-def task(cache, tmp_path_factory):
+def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "gsm8k"
     write_rows(folder, "train", [CLIPS, *(worded(k, "train") for k in range(200)), ("No answer?", "It is 3."),
                                  ("No number?", "Yes.\n#### yes")])
@@ -66,7 +58,7 @@ def problem_of(question_and_worked) -> Problem:
 # Reading the files
 
 
-def test_what_is_dropped_is_told(cache, task, tmp_path, capsys):
+def test_what_is_dropped_is_told(task, tmp_path, capsys):
     """No gold answer, two of them; a train problem that is in the test file too is held out."""
     (question, worked), held = worded(0, "train"), worded(0, "test")
     write_rows(tmp_path / "odd", "train", [(question, worked), *(worded(k, "train") for k in range(1, 30)), held,
@@ -98,7 +90,7 @@ def test_a_problem_is_a_function_of_seed_split_and_index(task):
         assert problems != [other.problem(split, i) for i in range(150)]
 
 
-def test_files_that_cannot_be_used_are_bad_input(cache, tmp_path):
+def test_files_that_cannot_be_used_are_bad_input(tmp_path):
     folder, row = tmp_path / "half", '{"question": "What?", "answer": "#### 3"}\n'
 
     def refuses(message: str, train: str | bytes | None = None, source=folder) -> None:
@@ -267,7 +259,7 @@ def test_any_text_gets_a_verification_in_format(task, solution):
 # The real files
 
 @pytest.mark.skipif(not os.path.isdir(REAL), reason=f"{REAL} is absent: set NANOCHAT_DATA")
-def test_all_real_golds_are_read_and_the_splits_share_nothing(cache):
+def test_all_real_golds_are_read_and_the_splits_share_nothing():
     real = GSM8K(args_of("--gsm8k-data", REAL), 0)
     assert real.num_dropped == 0 and len(real.worked) == 7473 + 1319
     for a, b in combinations(SPLITS, 2):

@@ -16,7 +16,6 @@ from test_hf import CPU, FAMILIES, ROPES, imported, random_ids, read, reference_
 from test_trainer import packed, random_advantages, role_of, step
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nanochat.checkpoint import load_model, save_model
 from nanochat.common import BadInput, CannotWrite
 from nanochat.engine import generate
 from nanochat.hf import files
@@ -221,23 +220,6 @@ def test_buffers_of_old_files_and_a_repeated_head_are_left_aside(tmp_path):
                                        "lm_head.weight": tensors[EMBEDDING].clone()})
     ours = read_model(str(tmp_path), CPU, torch.float32)
     assert largest_gap(model, ours) < 3e-5 and ours.lm_head.weight is ours.model.embed_tokens.weight
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_checkpoint_keeps_an_imported_model(tied, tmp_path, monkeypatch):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    model = reference_model("qwen2", tie_word_embeddings=tied,
-                            rope_parameters={**ROPES["yarn, mscale"], "rope_theta": 1e4}).bfloat16()
-    model.save_pretrained(tmp_path / "in")
-    ours = read_model(str(tmp_path / "in"), CPU, torch.float32)
-    save_model("sft", "imported", 0, ours, {})
-    loaded, meta = load_model("sft", "imported", CPU, torch.float32)
-    assert loaded.config == ours.config and meta["model_config"]["architecture"] == "qwen2"
-    assert ({p.dtype for p in loaded.parameters()} == {torch.float32}
-            and {p.dtype for p in ours.parameters()} == {torch.bfloat16})
-    assert len(list(loaded.parameters())) == len(list(ours.parameters())) == len(list(model.parameters()))
-    assert largest_gap(ours, loaded) < 1e-6
-    assert largest_gap(AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.float32), loaded) < 3e-5
 
 
 def test_allocated_weights_are_filled_in_their_own_dtype_and_stay_tied():
@@ -449,21 +431,13 @@ def test_a_source_is_a_folder_or_a_name_on_the_hub(tmp_path, monkeypatch):
         refused(lambda source=source: find_folder(source),
                 f"--source {source}: no such folder, and not the name of a model")
     assert len(asked) == 1
-    os.remove(tmp_path / "config.json")
-    os.mkfifo(tmp_path / "config.json")  # is not waited for
-    refused(lambda: find_folder(str(tmp_path)), f"{tmp_path}/config.json: is no file")
-
-
-def test_a_hub_that_gives_nothing_is_one_line(monkeypatch):
-    response = SimpleNamespace(headers={}, request=None)
     for error, said in ((huggingface_hub.errors.LocalEntryNotFoundError("Cannot find\nthe thing"), "Cannot find"),
-                        (huggingface_hub.errors.RepositoryNotFoundError("404 Client Error.\n\nRepository Not "
-                                                                        "Found", response=response), "404"),
-                        (huggingface_hub.errors.HFValidationError("Repo id must"), "Repo id must"),
                         (OSError(), "OSError"), (ConnectionError("off"), "off")):
         def fail(*_, error=error, **__):
             raise error
-
         monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
         refused(lambda: find_folder("owner/name"), "--source owner/name: no such folder, and the hub gives nothing: ",
                 said)
+    os.remove(tmp_path / "config.json")
+    os.mkfifo(tmp_path / "config.json")  # is not waited for
+    refused(lambda: find_folder(str(tmp_path)), f"{tmp_path}/config.json: is no file")

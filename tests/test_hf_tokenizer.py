@@ -187,7 +187,6 @@ def references(folders) -> dict:
 
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
-every_chat = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "base"])
 
 
 def with_template(tmp_path, template: str, make=qwen, **config) -> HFTokenizer:
@@ -212,8 +211,13 @@ CONVERSATIONS = [
 
 # Against transformers
 
-@every_chat
-def test_conversations_have_the_ids_of_transformers(loaded, references, kind):
+@every_kind
+def test_texts_and_conversations_have_the_ids_of_transformers(loaded, references, kind):
+    texts = [text for messages in CONVERSATIONS for text in (message["content"] for message in messages)] + TEXT[:5]
+    expected = [references[kind].encode(text, add_special_tokens=False) for text in texts]
+    assert [loaded[kind].encode(text) for text in texts] == loaded[kind].encode_batch(texts) == expected
+    if kind == "base":
+        return
     for messages in CONVERSATIONS:
         expected = [references[kind].apply_chat_template(messages, add_generation_prompt=generate, tokenize=True,
                                                          return_dict=False) for generate in (False, True)]
@@ -221,13 +225,6 @@ def test_conversations_have_the_ids_of_transformers(loaded, references, kind):
         if messages[-1]["role"] == "user":
             assert tokenizer.render_chat(messages) == expected[1]
         assert tokenizer._encode_rendered(tokenizer._render(messages, False)).ids == expected[0], messages
-
-
-@every_kind
-def test_ordinary_text_has_the_ids_of_transformers(loaded, references, kind):
-    texts = [text for messages in CONVERSATIONS for text in (message["content"] for message in messages)] + TEXT[:5]
-    expected = [references[kind].encode(text, add_special_tokens=False) for text in texts]
-    assert [loaded[kind].encode(text) for text in texts] == loaded[kind].encode_batch(texts) == expected
 
 
 @every_kind
@@ -260,7 +257,7 @@ def test_decoding_undoes_encoding(loaded, kind, text):
 
 
 def test_bytes_of_tokens_and_halves_of_surrogate_pairs(loaded):
-    """A special token and an id of a padded vocabulary are "?", <0x0A> is a newline, a word that was added is its text."""
+    """A special token and an id of a padded vocabulary are "?", <0x0A> is a newline, an added word is its text."""
     qwen3, llama2, deepseek = loaded["qwen3"], loaded["llama2"], loaded["deepseek"]
     assert ([qwen3.token_bytes(i) for i in (qwen3.special("<|im_end|>"), qwen3.vocab_size, qwen3.special("<think>"))]
             == [b"?", b"?", b"<think>"])
@@ -381,7 +378,8 @@ def test_the_mask_is_one_on_what_the_assistant_says_and_its_end(loaded, kind, ex
     assert said(loaded[kind], turns("a")) == []
     parts = [{"type": "text", "text": "b"}, {"type": "text", "text": ""}]
     assert said(loaded[kind], [*turns("a"), {"role": "assistant", "content": parts}]) == expected[:1]
-    assert said(loaded["qwen3"], turns("a", "<think>\nb\n</think>\n\nc")) == ["<think>\nb\n</think>\n\nc<|im_end|>"]
+    thought = "<think>\nb\n</think>\n\nc"
+    assert said(loaded["qwen3"], turns("a", thought)) == [f"{thought}<|im_end|>"]
 
 
 def test_wrong_conversations_are_refused_and_templates_that_write_turns_otherwise_later(loaded):
@@ -527,7 +525,8 @@ def test_tokens_that_only_the_config_calls_special_are_control_tokens(tmp_path):
     template = "{% for m in messages %}<turn>user\n\n### {{ m.content }}{% endfor %}"
     tokenizer = with_template(tmp_path / "b", template, lambda: library, pad_token=None)
     ids = tokenizer.encode("\n\n<turn>user###\n")
-    assert [tokenizer.special(name) in ids for name in ("\n", "\n\n", "user", "###", "<turn>")] == [True] * 4 + [False]
+    assert all(tokenizer.special(name) in ids for name in ("\n", "\n\n", "user", "###"))
+    assert tokenizer.special("<turn>") not in ids
     assert tokenizer.render_prompt("a")[:3] == [tokenizer.special(name) for name in ("<turn>", "user", "\n\n")]
     with pytest.raises(BadInput, match="is one character"):
         HFTokenizer.load(write(tmp_path, trained(QWEN_SPLIT, ["\u2603", "<e>"], []), {"eos_token": "<e>"}))
@@ -564,14 +563,6 @@ def test_a_template_may_end_an_answer_after_a_space_and_count_characters(tmp_pat
             and tokenizer.stop_tokens == [tokenizer.eos, tokenizer.assistant_end])
     tokenizer = with_template(tmp_path, "{% for m in messages %}{{ m.content | length }}<|im_end|>{% endfor %}")
     assert tokenizer.render_prompt("a cat") == [*tokenizer.encode("5"), tokenizer.special("<|im_end|>")]
-
-
-def test_a_text_with_a_control_token_s_name_is_trimmed_and_split_like_any_other(loaded):
-    llama3, qwen3 = loaded["llama3"], loaded["qwen3"]
-    assert llama3.render_prompt(" \n<|eot_id|> b\t") == llama3.render_prompt("<|eot_id|> b")
-    thought = qwen3.render_chat(turns("a", "<think>\n<|im_end|>\n</think>\n\n<|im_start|>b", "c"))
-    # a template that drops former thoughts drops this one too
-    assert thought == qwen3.render_chat(turns("a", "<|im_start|>b", "c"))
 
 
 @pytest.fixture(autouse=True)

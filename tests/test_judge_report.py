@@ -1,8 +1,4 @@
-"""
-The judge report: its numbers by hand, and a judge whose faults are planted.
-
-    python -m pytest tests/test_judge_report.py -q
-"""
+"""The judge report: its numbers by hand, and a judge whose faults are planted."""
 import random
 
 import pytest
@@ -34,8 +30,7 @@ def row(outcome, share, length=4, labels=(), step_verdicts=(), rationales=(), ma
     (COMPACT, "T;", [""]),
     (COMPACT, "", []),
     (PAPER, "<step_verification><step>fine \\boxed{CORRECT}</step></step_verification><final_verification>"
-            "\\boxed{CORRECT}</final_verification>", ["fine "]),
-])
+            "\\boxed{CORRECT}</final_verification>", ["fine "])])
 def test_an_analysis_is_what_stands_before_a_steps_verdict(fmt, text, analyses):
     assert analyses_of(fmt, text) == analyses
 
@@ -47,8 +42,7 @@ def test_an_analysis_is_what_stands_before_a_steps_verdict(fmt, text, analyses):
     ("1+2:1;1*2:2;=12", "1+2:0F;0*2:0T;=F", [True, False]),
     ("1+1:2;2*2:1;=21", "?F;2*2:1T;=F", [True, True]),          # it does not copy its operands
     ("1+1:2;2*2:1;=21", "1+1:2F;=F", [False, None]),            # and a step is left out
-    ("1+2:0;0*2:0;=00", "1+2:0T;0*2:0T;0*2:0T;=T", [True, True]),
-])
+    ("1+2:0;0*2:0;=00", "1+2:0T;0*2:0T;0*2:0T;=T", [True, True])])
 def test_the_chain_tells_right_analyses_whatever_the_verdict(solution, text, rationales):
     task = task_of(*TASK_FLAGS)
     verification = parse_verification(task.fmt, text, len(task.fmt.step_spans(solution)))
@@ -79,8 +73,7 @@ def test_right_verdicts_for_wrong_reasons_are_counted():
 
 
 def test_a_judge_that_likes_long_texts_and_its_own_shows_it():
-    """CORRECT grows with the length among right solutions and falls among wrong ones; own solutions get .3 more where
-    they are right and .1 more where they are wrong."""
+    """Own solutions get .3 more where they are right and .1 more where they are wrong."""
     others = [row(True, 0.2, 10), row(True, 0.4, 20), row(True, 0.6, 30), row(False, 0.5, 10), row(False, 0.1, 20)]
     own = [row(True, 0.7), row(False, 0.4), row(None, 1.0), row(True, None)]
     found = judge_report(others, own)

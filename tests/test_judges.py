@@ -10,13 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import parse, rl_flags
-from test_dpo import assert_refused, random_model
-from test_log_odds import play_of, true_log_odds
-from test_supervised import BYTES
+from test_dpo import assert_refused, drawn_by, random_play, verdict_odds, writing
+from test_log_odds import BYTES
 
 from nanochat.recipes.tango import fixed_verifier
-from nanochat.rl.records.prompts import Verification, generator_prompt, parse_verification
-from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.records.prompts import Verification, parse_verification
 from nanochat.rl.verify.comparing import GROUP_SCORES
 from nanochat.rl.verify.judge_evals import judged_scores
 from nanochat.rl.verify.judges import AGGREGATES, JUDGES, JUDGE_DRAWS, OF_THE_WHOLE, Judgment, shares
@@ -75,18 +73,15 @@ def test_tokens_that_the_tokenizer_would_not_write_have_no_place(merging):
     assert spot_of(merging, other, tokens, 0) is None
 
 
-def test_a_chance_is_the_share_of_the_mass_of_both_verdicts():
-    model, text = random_model(), "8T;=F"
-    prompt = SimpleNamespace(ids=[1, 2, 3], problem=Problem("rl", 0, "p", ""), copy=0)
-    tokens = torch.tensor([BYTES.encode(text)])
-    rollouts = Rollouts([prompt], torch.tensor([0]), tokens, torch.zeros(1, 5), torch.tensor([5]), torch.tensor([True]))
-    spots = [(0, spot) for spot in verdict_spots(BYTES, COMPACT, BYTES.encode(text), parse_verification(
-        COMPACT, text, 1), 1)]
-    s = true_log_odds(model, rollouts, 0)
-    assert chances_at(play_of(model), "verifier", rollouts, spots) == pytest.approx(
-        torch.sigmoid(s[[1, 4]]).tolist(), rel=1e-4)
-    assert spot_places(rollouts, spots).tolist() == [[False, True, False, False, True]]
-    assert chances_at(play_of(model), "verifier", rollouts, []) == []
+def test_a_chance_is_the_share_of_the_mass_of_both_verdicts(base):
+    t, text = random_play("refit"), "8T;=F"
+    rollouts = t.written("verifier", t.solve_prompts([Problem("rl", 0, "p", "")]), [text])
+    read = parse_verification(COMPACT, text, 1)
+    spots = [(0, spot) for spot in verdict_spots(BYTES, COMPACT, BYTES.encode(text), read, 1)]
+    s, = verdict_odds(t, "verifier", rollouts)
+    assert chances_at(t, "verifier", rollouts, spots) == pytest.approx(torch.sigmoid(s[[1, 4]]).tolist(), rel=1e-4)
+    assert spot_places(rollouts, spots).tolist() == [[False, True, False, False, True, False]]
+    assert chances_at(t, "verifier", rollouts, []) == []
 
 
 # Judgments
@@ -101,25 +96,16 @@ def test_shares_are_of_the_verifications_that_can_be_read_and_steps_make_a_solut
 
 
 @pytest.fixture
-def judged():
-    """A run of one role with a real tokenizer, and two solutions with their chances after each token, by hand."""
-    t = play_of(random_model())
-    t.sampler.tokenizer = BYTES
-    t.args.prm_aggregate, t.args.verifications = "product", 2
-    problem = Problem("rl", 0, "1+1*2", "1")
-    texts = ["1+1:2;2*2:1;=1", "1+1:2;=2"]
-    prompts = t.solve_prompts([problem] * 2)
-    solutions = t.written("verifier", prompts, texts)
-    chances = []
-    for n in range(2):
-        asked = replace(solutions, prompts=[SimpleNamespace(ids=generator_prompt(BYTES, COMPACT, problem.prompt))],
-                        group_id=torch.zeros(2, dtype=torch.long))
-        chances.append(torch.sigmoid(true_log_odds(t.roles["verifier"].model, asked, n)).tolist())
-    return t, solutions, chances
+def judged(base):
+    """A step of random models, and two solutions of a problem."""
+    t = random_play("fixed_verifier", "--verifications", "2", "--prm-aggregate", "product")
+    prompts = t.solve_prompts([Problem("rl", 0, "1+1*2", "1")] * 2)
+    return t, t.written("generator", prompts, ["1+1:2;2*2:1;=1", "1+1:2;=2"])
 
 
 def test_judges_by_log_odds_read_after_steps_and_at_the_end(judged):
-    t, solutions, (a, b) = judged
+    t, solutions = judged  # which the verifier reads as its own completions
+    a, b = ([torch.sigmoid(x).item() for x in row] for row in verdict_odds(t, "verifier", solutions))
     close = lambda judgment, steps, final, tokens: (
         judgment.steps == (None if steps is None else pytest.approx(steps, rel=1e-4))
         and judgment.final == pytest.approx(final, rel=1e-4) and judgment.tokens == tokens)
@@ -134,21 +120,21 @@ def test_judges_by_log_odds_read_after_steps_and_at_the_end(judged):
 
 
 def test_a_verdict_at_once_is_asked_after_the_verifiers_prompt(judged):
-    t, solutions, _ = judged
+    t, solutions = judged
     one, _ = JUDGES["verdict"](t, "verifier", solutions)
     forced = t.written("verifier", t.verify_prompts(solutions), ["=T", "=T"])
-    s = true_log_odds(t.roles["verifier"].model, forced, 0)
+    s = verdict_odds(t, "verifier", forced)[0]
     assert one.steps is None and one.tokens == 1 and one.final == pytest.approx(torch.sigmoid(s[1]).item(), rel=1e-4)
 
 
-def test_judges_that_write_average_over_their_texts_and_a_missing_verdict_counts_a_half(judged, monkeypatch):
-    t, solutions, _ = judged
+def test_judges_that_write_average_over_their_texts_and_a_missing_verdict_counts_a_half(judged):
+    t, solutions = judged
     texts = ["8T;1F;=T", "T;=F", "T;=F", "no"]  # two of each solution; the second one misses a step
     prompts = t.verify_prompts(solutions)
     written = t.written("verifier", [prompts[n // 2] for n in range(4)], texts)
-    monkeypatch.setattr(type(t), "verify", lambda *args, role: written)
+    t.verify = lambda *args, role: written
     one, two = JUDGES["analysed"](t, "verifier", solutions)
-    V = [torch.sigmoid(true_log_odds(t.roles["verifier"].model, written, n)).tolist() for n in range(4)]
+    V = [torch.sigmoid(row).tolist() for row in verdict_odds(t, "verifier", written)]
     assert one.steps == pytest.approx([(V[0][1] + 0.5) / 2, (V[0][4] + 0.5) / 2], rel=1e-4)
     assert one.final == pytest.approx((V[0][7] + V[1][3]) / 2, rel=1e-4)
     assert two.steps == pytest.approx([(V[2][0] + 0.5) / 2], rel=1e-4)
@@ -160,24 +146,20 @@ def test_judges_that_write_average_over_their_texts_and_a_missing_verdict_counts
 # Judges of several: a ring of three solutions, and one of two that are alike
 
 @pytest.fixture
-def several(judged, monkeypatch):
+def several(judged):
     """(judge, its texts) -> the judgments, and the prompts that it was asked. The solutions are a, b, c of one problem,
     d and d of another."""
-    t, _, _ = judged
-    t.args.verifications, t.args.num_judged = 2, 3
+    t, _ = judged
+    t.args.num_judged = 3
     one, other = t.solve_prompts([Problem("rl", 0, "1+1*2", "1"), Problem("rl", 1, "1+1", "2")])
     prompts = [one, one, one, other, other]
-    solutions = t.written("verifier", prompts, ["1+1:2;=2", "=1", "=0", "=2", "=2"]).with_prompts(prompts)
+    solutions = t.written("generator", prompts, ["1+1:2;=2", "=1", "=0", "=2", "=2"]).with_prompts(prompts)
 
     def judge(name: str, *texts: str):
-        asked = []
-
-        def sample(t, draw, prompts, num_samples, role):
-            asked.extend(BYTES.decode(prompt.ids[2:-2]) for prompt in prompts)
-            assert (num_samples, draw) == (2, "verdicts") and len(texts) == 2 * len(prompts)
-            return t.written(role, [prompt for prompt in prompts for _ in range(2)], list(texts))
-        monkeypatch.setattr(type(t), "sample", sample)
-        return JUDGES[name](t, "verifier", solutions), asked
+        writing(t, {"verdicts": list(texts)})
+        judgments = JUDGES[name](t, "verifier", solutions)
+        assert len(texts) == len(t.asked["verdicts"])  # two of each set
+        return judgments, [BYTES.decode(prompt.ids[2:-2]) for prompt in t.asked["verdicts"][::2]]
     return judge
 
 
@@ -234,18 +216,16 @@ def test_the_chances_of_any_judge_reward_a_generator(base, judge):
     assert "ver/brier_fixed" in json.loads((base / "runs/r/summary.json").read_text())["after"]
 
 
-def test_the_final_chance_is_added_to_the_outcome_where_nothing_is_said_of_steps(judged, monkeypatch):
-    t, solutions, _ = judged
-    t.args = parse(tango_rl, ["--recipe", "fixed_verifier", "--judge", "end", "--num-samples", "2", "--advantage",
-                              "reinforce", "--step-rewards", "verdicts"])
-    t.roles["generator"], t.totals["generator"], t.steps["generator"] = t.roles["verifier"], 10, 0
-    t.sampler.task = SimpleNamespace(fmt=COMPACT, step_labels=lambda *args: [], check=lambda *args: True)
-    monkeypatch.setattr(type(t), "problems", lambda *args: [])
-    monkeypatch.setattr(type(t), "solve", lambda *args: solutions)
-    update, = fixed_verifier.play(t)
-    finals = [j.final for j in JUDGES["end"](t, "verifier", solutions)]
-    advantages, ends = update.parts[0][1], solutions.lengths - 1
-    assert advantages[[0, 1], ends].tolist() == pytest.approx([0.7 + 0.3 * chance for chance in finals], rel=1e-5)
+def test_the_final_chance_is_added_to_the_outcome_where_nothing_is_said_of_steps(base):
+    t = random_play("fixed_verifier", "--judge", "end", "--advantage", "reinforce", "--step-rewards", "verdicts")
+    drawn, (update,) = drawn_by(t), fixed_verifier.play(t)
+    finals = [j.final for j in JUDGES["end"](t, "verifier", drawn["solutions"])]
+    advantages, ends = update.parts[0][1], drawn["solutions"].lengths - 1
+    expected = [0.7 * bool(outcome) + 0.3 * final if outcome is not None else None
+                for outcome, final in zip(t.check(drawn["solutions"]), finals, strict=True)]
+    found = advantages[torch.arange(len(ends)), ends].tolist()
+    assert [a for a, e in zip(found, expected, strict=True) if e is not None] == pytest.approx(
+        [e for e in expected if e is not None], rel=1e-5)
 
 
 @pytest.mark.parametrize("words, flags", [

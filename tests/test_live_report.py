@@ -1,22 +1,14 @@
-"""
-The report of a run that is under way: written at every evaluation, and no matter to the run itself.
-
-    python -m pytest tests/test_live_report.py
-"""
+"""The report of a run that is under way: written at every evaluation, and no matter to the run itself."""
 import json
 
 import pytest
-from conftest import parse, rl_flags
+from conftest import train
 
 from nanochat.common import StopRequested
 from nanochat.rl.run import steps
 from scripts import tango_rl
 
 FLAGS = ["--run", "r", "--recipe", "grpo", "--num-steps", "5", "--eval-every", "2"]
-
-
-def train(*flags: str) -> None:
-    tango_rl.main(parse(tango_rl, rl_flags(*FLAGS, *flags)))
 
 
 def data_of(base) -> dict:
@@ -42,7 +34,7 @@ def written(base, monkeypatch) -> list:
 
 def test_the_report_is_written_at_every_evaluation(written):
     """Two groups of four are logged in each step; the evaluation before step 0 is repeated in its record."""
-    train()
+    train(*FLAGS)
     assert written == [("under way, after step 0", False, [0], 0), ("under way, after step 1", True, [0], 8),
                        ("under way, after step 3", True, [0, 2], 24),
                        ("under way, after step 5", True, [0, 2, 4], 40), (None, False, [0, 2, 4, 5], 40)]
@@ -56,12 +48,12 @@ def test_a_stopped_run_says_so(written, monkeypatch):
     make_step = tango_rl.make_step
     monkeypatch.setattr(tango_rl, "make_step", stop_in_step_1)
     with pytest.raises(StopRequested):
-        train()
+        train(*FLAGS)
     assert written[-1][0] == "stopped after step 1"
 
 
 def test_without_evaluations_there_is_a_report_at_both_ends(written):
-    train("--eval-every", "0", "--num-steps", "1")
+    train(*FLAGS, "--eval-every", "0", "--num-steps", "1")
     assert [(state, points) for state, _, points, _ in written] == [("under way, after step 0", [0]), (None, [0, 1])]
 
 
@@ -69,6 +61,6 @@ def test_a_report_that_fails_is_told_and_stops_no_run(base, monkeypatch, capsys)
     def fail(*args):
         raise RuntimeError("nothing to draw with")
     monkeypatch.setattr(steps, "write_run_page", fail)
-    train("--num-steps", "1")
+    train(*FLAGS, "--num-steps", "1")
     assert capsys.readouterr().out.count("report.html was not written: RuntimeError: nothing to draw with") == 3
     assert (base / "runs" / "r" / "summary.json").exists() and not (base / "runs" / "r" / "report.html").exists()

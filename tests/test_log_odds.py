@@ -6,33 +6,22 @@ updates are those of the recipes (test_supervised, test_refit, test_cooper).
 """
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from test_dpo import random_model
+from test_dpo import random_play, verdict_odds
 
 from nanochat.common import BadInput
-from nanochat.gpt import GPT
-from nanochat.kernels.losses import PolicyLoss
-from nanochat.rl.learn.roles import Role
-from nanochat.rl.learn.state import RunState
-from nanochat.rl.play.play import Draw, Play, Update
-from nanochat.rl.play.sampling import Sampler
-from nanochat.rl.play.updates import apply_update
 from nanochat.rl.records.prompts import Prompt, Solution
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.log_odds import (PLACES, after_steps, bce_coefficients, end_read, ended, log_odds,
                                          pair_coefficients, squared_coefficients, steps_filled, steps_read,
                                          verdict_opening, verdict_tokens)
-from nanochat.storage.run import Run
+from nanochat.tokenizer import Tokenizer
 from tasks.common import Problem
 from tasks.formats import COMPACT, PAPER
 
-CPU = torch.device("cpu")
-END = 7
-TOKENIZER = SimpleNamespace(stop_tokens=[END], encode=lambda text: [ord(c) for c in text],
-                            decode=lambda ids: "".join(map(chr, ids)))
+BYTES = Tokenizer.train(iter([]), 265)
 # Three solutions: their lengths, and where their steps end. Each is ended after its steps.
 LENGTHS, STEPS = [5, 3, 6], [Solution("", [1, 3]), Solution("", []), Solution("", [0, 2, 4])]
 
@@ -47,49 +36,18 @@ def rollouts_of(lengths=LENGTHS, seed: int = 0) -> Rollouts:
                     torch.ones(N, dtype=torch.bool), limit=T, texts=["x"] * N)
 
 
-def play_of(model: GPT, temperature: float = 1.0) -> Play:
-    """A run of one role on one rank, whose updates are plain gradient steps of rate 1."""
-    args = SimpleNamespace(micro_batch_tokens=20, prefix_sharing=True, shard=False, temperature=temperature,
-                           aggregation="token", updates_per_batch=1, lr_schedule="constant", max_grad_norm=0.0)
-    parameters = list(model.parameters())
-    role = Role("verifier", model, parameters, torch.optim.SGD(parameters, lr=1.0), lr=1.0)
-    return Play(args, Run("r", CPU, 0, 1, ""), Sampler(SimpleNamespace(fmt=COMPACT), TOKENIZER, 0), {"verifier": role},
-                {"scored": Draw("verifier", 9, 9, 9, 1, teacher_forced=True)}, {"verifier": 10},
-                RunState(role_steps={"verifier": 0}), PolicyLoss("reinforce"))
-
-
-def true_log_odds(model: GPT, rollouts: Rollouts, n: int, temperature: float = 1.0) -> torch.Tensor:
-    """Of one rollout at each of its positions, by a plain forward and two log-softmaxes, with a gradient."""
-    prompt, completion = rollouts.prompt_of()[n].ids, rollouts.completions()[n]
-    logits = model.head(model.trunk(torch.tensor([prompt + completion]))[0, len(prompt) - 1: -1]) / temperature
-    logprobs = torch.log_softmax(logits.double(), dim=-1)
-    return logprobs[:, ord("T")] - logprobs[:, ord("F")]
-
-
-def assert_update_is(model: GPT, parts, loss: torch.Tensor) -> None:
-    """That one step of rate 1 on the parts moves the parameters by minus the gradient of the loss."""
-    parameters = list(model.parameters())
-    expected = torch.autograd.grad(loss, parameters)
-    before = [p.detach().clone() for p in parameters]
-    apply_update(play_of(model), Update("verifier", parts, PolicyLoss("reinforce"), aggregation="rollout"))
-    scale = max(float(g.abs().max()) for g in expected)
-    assert scale > 1e-3
-    for old, new, gradient in zip(before, parameters, expected, strict=True):
-        assert (old - new.detach() - gradient).abs().max() < 1e-5 * scale
-
-
 # Tokens and places
 
 def test_verdict_tokens_are_the_first_in_which_the_verdicts_differ():
-    assert verdict_tokens(TOKENIZER, COMPACT) == (ord("T"), ord("F")) and verdict_opening(TOKENIZER, COMPACT) == []
-    right, wrong = verdict_tokens(TOKENIZER, PAPER)
+    assert verdict_tokens(BYTES, COMPACT) == (ord("T"), ord("F")) and verdict_opening(BYTES, COMPACT) == []
+    right, wrong = verdict_tokens(BYTES, PAPER)
     assert (chr(right), chr(wrong)) == ("C", "I")
-    assert TOKENIZER.decode(verdict_opening(TOKENIZER, PAPER)) == "\\boxed{"
+    assert BYTES.decode(verdict_opening(BYTES, PAPER)) == "\\boxed{"
 
 
 def test_verdicts_of_which_one_begins_like_the_other_are_refused():
     with pytest.raises(BadInput, match="format compact: of 'T' and 'Th'"):
-        verdict_tokens(TOKENIZER, replace(COMPACT, incorrect="Th"))
+        verdict_tokens(BYTES, replace(COMPACT, incorrect="Th"))
 
 
 def test_a_verdict_is_asked_after_the_last_token_of_what_it_is_about():
@@ -102,12 +60,12 @@ def test_a_verdict_is_asked_after_the_last_token_of_what_it_is_about():
         after_steps(rollouts_of(), [Solution("", [4]), *STEPS[1:]])
 
 
-def test_a_solution_that_was_cut_gets_an_end_token():
-    t, solutions = play_of(random_model()), rollouts_of()
+def test_a_solution_that_was_cut_gets_an_end_token(base):
+    t, solutions = random_play("refit"), rollouts_of()
     solutions.stopped = torch.tensor([True, False, True])
     whole = ended(t, "verifier", solutions.prompt_of(), solutions)
     assert whole.completions()[0] == solutions.completions()[0]
-    assert whole.completions()[1] == [*solutions.completions()[1], END]
+    assert whole.completions()[1] == [*solutions.completions()[1], t.tokenizer.assistant_end]
 
 
 def test_labels_stand_after_their_steps_and_are_read_from_there():
@@ -122,14 +80,13 @@ def test_labels_stand_after_their_steps_and_are_read_from_there():
 
 # Log-odds
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_log_odds_are_the_difference_of_two_logits_at_the_sampling_temperature(temperature):
-    model, rollouts = random_model(), rollouts_of()
-    s = log_odds(play_of(model, temperature), "verifier", rollouts)
-    for n, length in enumerate(LENGTHS):
-        torch.testing.assert_close(s[n, :length].double(), true_log_odds(model, rollouts, n, temperature).detach(),
-                                   rtol=1e-4, atol=1e-4)
-        assert (s[n, length:] == 0).all()
+@pytest.mark.parametrize("temperature", ["1", "0.5"])
+def test_log_odds_are_the_difference_of_two_logits_at_the_sampling_temperature(base, temperature):
+    t, rollouts = random_play("refit", "--temperature", temperature), rollouts_of()
+    s = log_odds(t, "verifier", rollouts)
+    for found, row, length in zip(s, verdict_odds(t, "verifier", rollouts), LENGTHS, strict=True):
+        torch.testing.assert_close(found[:length].double(), row.detach(), rtol=1e-4, atol=1e-4)
+        assert (found[length:] == 0).all()
 
 
 # Coefficients

@@ -11,11 +11,13 @@ ARC = {"id": "x", "question": "What melts?", "choices": {"text": ["ice", "a ston
 MMLU = {"question": "2 + 2?", "subject": "elementary_mathematics", "choices": ["1", "2", "3", "4"], "answer": 3}
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
     """A folder for what `datasets` makes of files, so that tests leave nothing after."""
     import datasets
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
+        yield
 
 
 def write(path, rows: list[dict]) -> str:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from test_decode_cache import called as names_of_kernels
 
 from nanochat.gpt import rotary
 from nanochat.kernels import cpu, ops
@@ -18,6 +19,7 @@ from nanochat.kernels.ops import (add_norm, after_attention, before_attention, l
                                   smear, split_heads, transposed)
 
 KERNELS = pytest.mark.skipif(cpu.library() is None, reason="no C compiler")
+called = names_of_kernels  # the fixture
 
 
 def random(*shape, seed=0):
@@ -86,14 +88,6 @@ TWINS = {
     "linear to one channel": (linear, [(2, 3, 5), (1, 5)]),
 }
 ALL = pytest.mark.parametrize("name", CASES)
-
-
-@pytest.fixture
-def called(monkeypatch):
-    """The names of the kernels that have run."""
-    names, call = [], cpu.call
-    monkeypatch.setattr(cpu, "call", lambda name, *arguments: (names.append(name), call(name, *arguments)))
-    return names
 
 
 def tensors(shapes, dtype=torch.float32):

@@ -1,9 +1,4 @@
-"""
-A task of one's own, and its mistakes: what it gives wrongly is named, what it cannot score is counted, and the page's
-skeleton works.
-
-    python -m pytest tests/test_own_task.py
-"""
+"""A task of one's own, and its mistakes: what it gives wrongly is named, what it cannot score is counted."""
 import argparse
 import json
 import os
@@ -12,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse, rl_flags
+from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse, rl_flags, train
 
 from nanochat import recipes
 from nanochat.common import BadInput, script_main
@@ -28,12 +23,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PROBLEM = Problem("rl", 7, "1+2", "3")
 
 
-def train(*flags: str) -> None:
-    tango_rl.main(parse(tango_rl, rl_flags(*flags)))
-
-
 def refusal(capsys, *flags: str, script=tango_rl) -> str:
-    """The one line in which a script refuses these flags."""
     with pytest.raises(SystemExit) as stop:
         script_main(script.main, script.make_parser if script is tango_rl else script.make_parser(), list(flags))
     line = capsys.readouterr().err.strip()
@@ -42,7 +32,6 @@ def refusal(capsys, *flags: str, script=tango_rl) -> str:
 
 
 def chain(**changes):
-    """A chain task whose methods are these instead."""
     return type("Changed", (Chain,), changes)(parse(tango_rl, rl_flags()), 0)
 
 
@@ -74,8 +63,6 @@ def test_a_score_is_the_reward_and_a_last_number_is_counted_beside_the_outcome(b
     assert record["gen/reward"] == 0.25 and record["gen/rewards/outcome/mean"] < 0.25
     assert after["gen/pass1_in"] < 1 and after["gen/pass1_lenient_in"] == after["gen/pass1_lenient_out"] == 1
 
-
-# What a task gives wrongly
 
 @pytest.mark.parametrize("outcome", [0.7, 1, "yes", torch.tensor(True), [True]])
 def test_an_outcome_that_is_none_is_named_with_the_task(outcome):
@@ -117,16 +104,13 @@ def test_a_problem_that_is_none_is_named_whatever_its_number(value):
 
 
 def test_the_texts_of_a_finite_task_are_told_from_others():
-    """To the last problem and to worked solutions."""
-    finite = dict(num_problems=lambda self, split: 40)
-    problem, demo = Chain.problem, Chain.solution_demo
-    same, whole = texts_digest(chain(**finite)), texts_digest(chain(**finite))
-    changes = {("rl", 39): {"answer": "9"}}
-    last = chain(**finite, problem=lambda self, split, index: (
-        replace(problem(self, split, index), **changes.get((split, index), {}))))
+    problem, demo, finite = Chain.problem, Chain.solution_demo, dict(num_problems=lambda self, split: 40)
+    whole = texts_digest(chain(**finite))
+    last = chain(**finite, problem=lambda self, split, index: (  # another answer of the last problem of rl
+        replace(problem(self, split, index), **({"answer": "9"} if (split, index) == ("rl", 39) else {}))))
     worked = chain(**finite, solution_demo=lambda self, problem, rng: (
         demo(self, problem, rng) + " " * (problem.index == 39)))
-    assert same == whole != texts_digest(last) and whole != texts_digest(worked)
+    assert texts_digest(chain(**finite)) == whole != texts_digest(last) and whole != texts_digest(worked)
     assert texts_digest(chain()) == 0
 
 
@@ -138,18 +122,14 @@ def test_a_demonstration_that_is_no_text_is_named(part, value):
         demo_of(task, part, PROBLEM, *([] if part != "verification_demo" else ["1+2:3;=3"]), None)
 
 
-# Splits
-
 def test_splits_that_share_problems_are_warned_of(capsys):
-    problems = lambda split, *texts: [Problem(split, i, text, "") for i, text in enumerate(texts)]
-    warn_of_shared({"rl": problems("rl", "a", "b"), "test_in": problems("test_in", "b", "c", "c"),
-                    "test_out": problems("test_out", "d")})
+    problems = lambda split, texts: [Problem(split, i, text, "") for i, text in enumerate(texts)]
+    warn_of_shared({split: problems(split, texts) for split, texts in
+                    (("rl", "ab"), ("test_in", "bcc"), ("test_out", "d"))})
     out = capsys.readouterr().out
     assert out.count("WARNING") == 1
     assert "splits rl and test_in share 1 of the 2 problems that were looked at, for example 'b'" in out
 
-
-# The skeleton of dev/your_own.md
 
 def skeleton() -> str:
     with open(os.path.join(ROOT, "dev", "your_own.md"), encoding="utf-8") as f:
@@ -171,9 +151,6 @@ def test_the_skeleton_has_a_docstring_and_splits_without_common_problems():
             names["Mine"](argparse.Namespace(), 0).problem(split, 0)
 
 
-# The task of a checkpoint
-
-
 def test_a_checkpoint_of_another_task_is_refused_unless_the_task_is_said(base, capsys):
     chat_sft.main(parse(chat_sft, ["--task", "last_letter", "--role", "generator", "--model-tag", "words", "--depth",
                                    "1", "--n-embd", "64", "--n-head", "2", "--sequence-len", "512", "--num-steps",
@@ -192,7 +169,6 @@ def test_a_checkpoint_of_other_problems_is_refused_unless_they_are_said(base, ca
     flags = [*COMMON_RL_FLAGS[len(TASK_FLAGS):], *TASK_FLAGS[2:], "--recipe", "grpo", "--num-steps", "1"]
     line = refusal(capsys, *flags)
     assert "checkpoint tiny was trained with --chain-modulus 3, and this run has 10 by default" in line
-    # what SFT alone depends on is no difference
     script_main(tango_rl.main, tango_rl.make_parser, [*flags, "--chain-modulus", "3", "--chain-share", "0.1"])
     capsys.readouterr()
     assert "--chain-answer" not in refusal(capsys, *flags)
@@ -213,14 +189,11 @@ def test_a_checkpoint_of_another_role_is_warned_of(base, capsys, tag, is_warned)
     assert [warning in text for text in told] == [is_warned] * 2
 
 
-# Sizes
-
 @pytest.mark.parametrize("flags, words", [
     (["--num-samples", "999999999999"], "--num-samples 999999999999: a step holds"),
     (["--examples-per-step", "4000000000"], "--examples-per-step 4000000000"),
     (["--eval-examples", "1000000000"], "--eval-examples 1000000000: 1,000,000,000 problems per split"),
-    (["--max-rows", "100000000", "--num-samples", "10000000"], "GB"),
-])
+    (["--max-rows", "100000000", "--num-samples", "10000000"], "GB")])
 def test_sizes_that_no_memory_holds_are_refused_with_the_number(base, capsys, flags, words):
     line = refusal(capsys, *rl_flags(*flags))
     assert words in line
@@ -233,7 +206,6 @@ def test_a_micro_batch_of_all_there_is_is_no_size(base):
 
 
 def test_a_stop_is_looked_for_while_problems_are_built(base, capsys, monkeypatch):
-    """The signal comes with the third problem of a step of a million."""
     problem, made = Chain.problem, []
 
     def counted(self, split, index):

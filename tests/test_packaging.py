@@ -1,13 +1,8 @@
-"""
-What an installation holds, and what the files around the code say: version, license, Python versions.
-
-    python -m pytest tests/test_packaging.py
-"""
+"""What an installation holds, and what the files around the code say: version, license, Python versions."""
 import re
 from fnmatch import fnmatch
 from pathlib import Path
 
-import pytest
 from setuptools import find_namespace_packages
 
 from nanochat import __version__
@@ -54,17 +49,10 @@ def test_the_citation_is_of_the_packages_version_which_stands_in_one_place():
     assert "Andrej Karpathy" in (ROOT / PROJECT["project"]["license-files"][0]).read_text()
 
 
-@pytest.fixture(scope="module")
-def workflow() -> str:
-    return (ROOT / ".github" / "workflows" / "tests.yml").read_text()
-
-
-def test_the_workflow_runs_the_tests_on_every_python_that_is_promised(workflow):
+def test_the_workflow_runs_the_tests_on_every_python_that_is_promised():
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
     classifiers = [line.rpartition(" ")[2] for line in PROJECT["project"]["classifiers"] if " :: Python :: " in line]
     assert re.findall(r'"([^"]+)"', re.search(r"python: \[(.*)\]", workflow)[1]) == classifiers
     assert PROJECT["project"]["requires-python"] == f">={classifiers[0]}"
-
-
-def test_the_workflow_calls_what_ci_runs(workflow):
     assert re.search(r"^      - run: \.ci/run$", workflow, re.MULTILINE)
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o100

@@ -1,10 +1,4 @@
-"""
-report.html in a real browser: Debian's chromium, headless. Skipped where chromium, its driver or selenium are not
-installed.
-
-    apt-get install chromium chromium-driver
-    python -m pytest tests/test_page.py
-"""
+"""report.html in a browser, skipped where there is none (apt-get install chromium chromium-driver)."""
 import json
 import shutil
 import time
@@ -23,7 +17,8 @@ QUIET = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "-
          "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1280,1600")
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
 RIGHT = {**ROLLOUT, "solution": "3+5:8;8*2:6;=6", "outcome": True, "step_labels": [True, True]}
-# what is shown -> rollouts of that kind; the steps they are logged at run from 0
+UNJUDGED = dict(verification=None, step_verdicts=None, verdict=None)
+# the steps that they are logged at run from 0
 ROLLOUTS = [
     ROLLOUT,                                                       # judged as gold does
     {**ROLLOUT, "step_verdicts": [True, True], "verdict": True,
@@ -33,14 +28,11 @@ ROLLOUTS = [
     {**RIGHT, "step_verdicts": [True, True], "verdict": False},    # doubted, its steps are not
     {**ROLLOUT, "role": "verifier", "advantages": [1.0, 0.0], "verification": HOSTILE, "step_verdicts": [],
      "verdict": None, "unmet": ["missing_tags"]},
-    {**ROLLOUT, "problem": HOSTILE, "verification": None, "step_verdicts": None, "verdict": None,
-     "finish_reason": "length"},                                   # no judge
-    *[ROLLOUT] * 20,
-]
+    {**ROLLOUT, **UNJUDGED, "problem": HOSTILE, "finish_reason": "length"},
+    *[ROLLOUT] * 20]
 # three rollouts of one group, with rewards
 GROUP = [{**ROLLOUT, "step": 4, "advantages": [0.5] * 3 + [-0.25] * 3 + [-1.0] * 6 + [0.0] * 3, "reward": 0.0},
          {**RIGHT, "step": 4, "reward": 1.0}, {**ROLLOUT, "step": 4, "verdict": True, "reward": 0.0}]
-UNJUDGED = dict(verification=None, step_verdicts=None, verdict=None)
 # a refinement with what was said before it, and two problems that a role proposes, of which one is tried twice
 TURNS = [{**ROLLOUT, **UNJUDGED, "step": 0, "role": "refiner", "turns": [["first attempt", "1+1:3;=3"],
                                                                         ["critique", HOSTILE]],
@@ -49,9 +41,8 @@ TURNS = [{**ROLLOUT, **UNJUDGED, "step": 0, "role": "refiner", "turns": [["first
          *[{**ROLLOUT, **UNJUDGED, "step": 0, "role": "proposer", "problem": "propose", "outcome": None,
             "proposed": problem} for problem in ("3+5*2", "9-9")],
          *[{**ROLLOUT, "step": 1, "role": "judge", "verdict": verdict} for verdict in (True, False)]]
-COMPLETED = {**ROLLOUT, "step": 0, "role": "refiner", "verification": None, "step_verdicts": None, "verdict": None,
-             "completion": HOSTILE, "token_ends": [1, len(HOSTILE)], "advantages": [1.0, 0.5], "reward": 0.25,
-             "critique": HOSTILE}
+COMPLETED = {**ROLLOUT, **UNJUDGED, "step": 0, "role": "refiner", "completion": HOSTILE, "critique": HOSTILE,
+             "token_ends": [1, len(HOSTILE)], "advantages": [1.0, 0.5], "reward": 0.25}
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +120,6 @@ def status(browser) -> str:
     return find(browser, "#count")[0].text
 
 
-IN_BROWSER = pytest.mark.browser
-
-
-@IN_BROWSER
 def test_curves_and_table_are_there(shown):
     titles = [h.text for h in find(shown, ".panel h3")]
     assert titles[0] == "generator pass@1, in distribution" and INDICATORS["gen/reasoning_steps"] in titles
@@ -147,7 +134,6 @@ def test_curves_and_table_are_there(shown):
     assert "NaN" not in shown.page_source.split('id="data"')[0]
 
 
-@IN_BROWSER
 @pytest.mark.parametrize("kind, steps", [("disagreements", [5, 4, 2, 1]), ("believed", [1]), ("doubted", [4, 2]),
                                          ("all", list(range(26, 18, -1)))])
 def test_each_kind_shows_its_rollouts(shown, kind, steps):
@@ -155,25 +141,19 @@ def test_each_kind_shows_its_rollouts(shown, kind, steps):
     assert status(shown).startswith(f"{27 if kind == 'all' else len(steps)} of the 27 rollouts kept here (27 logged)")
 
 
-@IN_BROWSER
-def test_role_and_step_filters_join(shown):
-    assert len(choose(shown, role="verifier")) == 1
+def test_pages_turn_and_role_and_step_filters_join(shown):
+    assert len(find(shown, "section.group")) == 8 and "page 1 of 4" in status(shown)
+    for _ in range(3):
+        shown.execute_script("document.getElementById('next').click()")
+    assert len(find(shown, "article")) == 3 and "page 4 of 4" in status(shown)
+    assert not find(shown, "#next")[0].is_enabled()
+    assert len(choose(shown, kind="believed")) == 1 and "page 1 of 1" in status(shown)
+    assert len(choose(shown, kind="all", role="verifier")) == 1
     assert len(choose(shown, role="", **{"from": 3, "to": 5})) == 3
     assert len(choose(shown, role="generator", kind="disagreements")) == 1
     assert choose(shown, kind="believed") == [] and status(shown).startswith("0 of the 27")
 
 
-@IN_BROWSER
-def test_pages_turn(shown):
-    assert len(find(shown, "section.group")) == 8 and "page 1 of 4" in status(shown)
-    for _ in range(3):
-        shown.execute_script("document.getElementById('next').click()")
-    assert (len(find(shown, "article")) == 3 and "page 4 of 4" in status(shown)
-            and not find(shown, "#next")[0].is_enabled())
-    assert len(choose(shown, kind="believed")) == 1 and "page 1 of 1" in status(shown)
-
-
-@IN_BROWSER
 def test_steps_carry_verdict_label_and_advantage(shown):
     choose(shown, kind="believed")
     first, second, answer = find(shown, "article .step")
@@ -185,7 +165,6 @@ def test_steps_carry_verdict_label_and_advantage(shown):
     assert details_text(find(shown, "article")[0]) == ["3+5:8T;8*2:7T;=T"]
 
 
-@IN_BROWSER
 def test_text_of_models_is_never_markup(shown):
     choose(shown, **{"from": 5, "to": 6})
     unjudged, verified = find(shown, "article")
@@ -195,7 +174,6 @@ def test_text_of_models_is_never_markup(shown):
     assert find(shown, "img") == []
 
 
-@IN_BROWSER
 def test_a_role_of_another_recipe_is_shown_with_its_text_and_facts(shown):
     assert [o.text for o in find(shown, "#role option")] == ["all", "generator", "verifier", "refiner", "proposer",
                                                              "judge"]
@@ -210,7 +188,6 @@ def test_a_role_of_another_recipe_is_shown_with_its_text_and_facts(shown):
     assert any(row.text.startswith("ref/margin") for row in find(shown, "#health tbody tr"))
 
 
-@IN_BROWSER
 def test_another_run_brings_its_settings_and_rollouts(shown):
     assert len(choose(shown, run=1)) == 1
     assert ("seed 1" in [row.text for row in find(shown, "#settings tbody tr")]
@@ -218,8 +195,8 @@ def test_another_run_brings_its_settings_and_rollouts(shown):
     assert any(row.text.startswith("gen/reasoning_steps") for row in find(shown, "#health tbody tr"))
 
 
-@IN_BROWSER
-def test_rollouts_about_one_problem_stand_beside_each_other(shown):
+def test_rollouts_about_one_problem_stand_beside_each_other_underlined_by_advantages_their_rewards_counted(shown):
+    bars = lambda: find(shown, "#rewards svg")[0].get_attribute("aria-label")
     choose(shown, run=2)
     (group,) = find(shown, "section.group")
     assert group.find_element("css selector", ".head").text.split("\n") == ["step 4", "3+5*2", "gold answer 6",
@@ -227,19 +204,6 @@ def test_rollouts_about_one_problem_stand_beside_each_other(shown):
     cards = group.find_elements("css selector", "article")
     assert len({card.rect["y"] for card in cards}) == 1 and [card.rect["x"] for card in cards] == sorted(
         {card.rect["x"] for card in cards})
-    assert len(choose(shown, kind="believed")) == 1 and "1 of 3 right, 2 others hidden" in find(shown, ".group")[0].text
-
-
-@IN_BROWSER
-def test_verifications_of_one_solution_are_tallied_by_their_verdicts(shown):
-    """Ten steps of the verifier alone: its group's outcome is one, its verdicts are two."""
-    assert choose(shown, run=5, role="judge") == [1, 1]
-    assert "1 of 2 verdicts agree with the outcome" in find(shown, "section.group .head")[0].text
-
-
-@IN_BROWSER
-def test_text_is_underlined_by_the_advantage_of_its_tokens(shown):
-    choose(shown, run=2)
     tokens = find(shown, "article:first-child .token")
     assert [(t.text, t.get_attribute("title")) for t in tokens] == [
         ("3+5", "A +0.50"), (":8;", "A -0.25"), ("8*2:7;", "A -1.00"), ("=7", "A 0.00"), ("\u25a0", "A 0.00")]
@@ -249,21 +213,20 @@ def test_text_is_underlined_by_the_advantage_of_its_tokens(shown):
     assert [parts[:3] for parts in ink] == [above, below, below, above, above]
     # of the largest in the group, 2: .25 + .75 of the share; none at 0
     assert [float(parts[3]) for parts in ink] == pytest.approx([0.4375, 0.34375, 0.625, 0, 0], abs=0.005)
-
-
-@IN_BROWSER
-def test_rewards_are_counted(shown):
-    bars = lambda: find(shown, "#rewards svg")[0].get_attribute("aria-label")
-    choose(shown, run=2)
     assert bars() == "rewards: 0: 2, 1: 1"
-    choose(shown, kind="believed")
+    assert len(choose(shown, kind="believed")) == 1 and "1 of 3 right, 2 others hidden" in find(shown, ".group")[0].text
     assert bars() == "rewards: 0: 1"
     assert choose(shown, run=0) and find(shown, "#rewards svg") == []  # its rollouts have none
     choose(shown, run=3, kind="all")
     assert bars().count(": ") == 13 and sum(int(part.split(": ")[1]) for part in bars()[9:].split(", ")) == 20
 
 
-@IN_BROWSER
+def test_verifications_of_one_solution_are_tallied_by_their_verdicts(shown):
+    """Ten steps of the verifier alone: its group's outcome is one, its verdicts are two."""
+    assert choose(shown, run=5, role="judge") == [1, 1]
+    assert "1 of 2 verdicts agree with the outcome" in find(shown, "section.group .head")[0].text
+
+
 def test_a_point_of_a_curve_leads_to_the_rollouts_of_its_step(shown):
     """Of grpo's runs the first has rollouts at step 4 alone: the nearest to any point."""
     points = shown.execute_script("return [...document.querySelector('.panel').querySelectorAll('.point')]")
@@ -275,16 +238,13 @@ def test_a_point_of_a_curve_leads_to_the_rollouts_of_its_step(shown):
     assert choose(shown) == [10]  # of tango's first run
 
 
-@IN_BROWSER
 def test_what_is_chosen_outlives_a_reload(shown):
     choose(shown, run=0, kind="believed")
     shown.refresh()
     assert choose(shown) == [1] and status(shown).startswith("1 of the 27")
 
 
-@IN_BROWSER
 def test_all_turns_of_a_rollout_are_shown(shown):
-    """What a role heard before it wrote, the solution that it quotes, and what it wrote."""
     choose(shown, run=5, role="refiner")
     card = find(shown, "article")[0]
     assert [node.text for node in card.find_elements("css selector", "summary")] == [
@@ -292,7 +252,6 @@ def test_all_turns_of_a_rollout_are_shown(shown):
     assert details_text(card) == ["1+1:3;=3", HOSTILE, "ab"] and "3+5:8;" in card.text
 
 
-@IN_BROWSER
 def test_a_proposed_problem_shows_what_became_of_it(shown):
     choose(shown, run=5, role="proposer")
     proposed, lost = find(shown, "article")
@@ -302,7 +261,6 @@ def test_a_proposed_problem_shows_what_became_of_it(shown):
     assert 0 in choose(shown) and "3+5*2" in [head.text for head in find(shown, "section.group > .head b")]
 
 
-@IN_BROWSER
 @pytest.mark.parametrize("width", [1280, 390])
 def test_nothing_is_wider_than_the_page(shown, width):
     shown.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
@@ -314,13 +272,11 @@ def test_nothing_is_wider_than_the_page(shown, width):
 
 
 def alone(tmp_path, live: dict | None) -> str:
-    """The address of the report of a single run."""
     folder = make_run(tmp_path, "chain-own-s0", 0, [0.1, 0.3, 0.5])
     summary = json.loads((tmp_path / "runs" / "chain-own-s0" / "summary.json").read_text())
     return "file://" + write_run_page(folder, {"minutes": 1.0, "before": summary["before"]} if live else None, live)
 
 
-@IN_BROWSER
 def test_a_single_run_is_titled_and_compared_with_nothing(browser, tmp_path):
     browser.get(alone(tmp_path, None))
     assert browser.title == "chain-own-s0 - nanochat-tango" and find(browser, "h1")[0].text == "chain-own-s0"
@@ -330,7 +286,6 @@ def test_a_single_run_is_titled_and_compared_with_nothing(browser, tmp_path):
     assert not find(browser, "#live")[0].is_displayed()
 
 
-@IN_BROWSER
 def test_the_page_of_a_run_that_is_under_way_reloads_itself(browser, tmp_path, monkeypatch):
     monkeypatch.setattr("nanochat.rl.report.page.RELOAD_SECONDS", 2)
     address = alone(tmp_path, {"state": "under way, after step 12", "minutes_left": 7.3, "is_alive": True})
@@ -351,7 +306,6 @@ def test_the_page_of_a_run_that_is_under_way_reloads_itself(browser, tmp_path, m
     assert browser.execute_script("return window.same")
 
 
-@IN_BROWSER
 def test_light_and_dark(shown):
     colours = []
     for scheme in ("light", "dark"):

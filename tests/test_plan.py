@@ -1,8 +1,4 @@
-"""
-Planned memory against what the code allocates, counted by the profiler; hours; what the scripts print.
-
-    python -m pytest tests/test_plan.py -q
-"""
+"""Planned memory against what the code allocates, counted by the profiler; hours; what the scripts print."""
 import gc
 from dataclasses import replace
 
@@ -44,7 +40,6 @@ SETTING = Setting(dtype=torch.float32, device_type="cpu", micro_batch_tokens=800
 
 @pytest.fixture(autouse=True, scope="module")
 def small_collections():
-    """What the files before have left is looked through once, not in every measurement."""
     gc.collect()
     gc.freeze()
 
@@ -80,13 +75,11 @@ def model_of(name: str, dtype) -> GPT | Decoder:
 def measure(name: str, setting: Setting) -> dict[str, int]:
     """Bytes: of what a role keeps, of the peaks of an update and of sampling beside it."""
     found, batch = [], rollouts()
-
     def step(role):
         weights = token_weights(batch.lengths, "token", NEW, lambda x: x)
         batches = pack(batch, torch.randn(PROMPTS * GROUP, NEW), weights, setting.micro_batch_tokens, True)
         update(role, batches, PolicyLoss("ppo_clip", kl_coef=0.1), lr=1e-4, max_grad_norm=1.0, temperature=1.0,
                device=torch.device("cpu"))
-
     def make():
         model = model_of(name, setting.dtype)
         parameters = list(model.parameters())
@@ -96,7 +89,6 @@ def measure(name: str, setting: Setting) -> dict[str, int]:
         step(role)  # AdamW makes its moments in the first step
         inference_model(model)
         found.append(role)
-
     resident = allocated(make)[1]
     sample = lambda: generate(found[0].model, [prompt.ids for prompt in batch.prompts], GROUP, max_new_tokens=NEW,
                               stop_tokens=[], keys=list(range(PROMPTS * GROUP)))
@@ -122,7 +114,6 @@ def test_planned_memory_is_what_is_allocated_in_fp32(name, recompute):
                          [(8, 4, 100, 20, 4, 0), (8, 3, 100, 20, 5, 0), (20, 1, 100, 12, 7, 0), (8, 8, 5, 12, 12, 5)])
 def test_planned_memory_of_refilled_places_is_what_is_allocated(name, dtype, prompts, samples, tokens, new, max_rows,
                                                                 top_k):
-    """To 5%, where the cache is most of it, and where prompts or logits are."""
     model = model_of(name, dtype)
     sample = lambda: generate(model, [list(range(tokens))] * prompts, samples, max_new_tokens=new, stop_tokens=[],
                               keys=list(range(prompts * samples)), max_rows=max_rows, temperature=0.7, top_k=top_k)
@@ -149,9 +140,8 @@ def test_a_plan_counts_the_cache_that_sampling_makes(prompts, samples, max_rows)
 @pytest.mark.skipif(library() is None, reason="PyTorch's own operations keep more")
 @pytest.mark.parametrize("name", ["gpt", "untied", "qk_norm"])
 def test_planned_memory_is_near_what_is_allocated_in_bf16(name):
-    """What stays to 2%, in all with an update to 6%, sampling to 12%. A GPT has a copy to sample from and no fused
-    layers, an imported model fp32 activations. OWN: what its kernels hold beside PyTorch's tensors, in bf16: the
-    logits' gradient, and the operands of the gradients of a layer's weights."""
+    """What stays to 2%, in all with an update to 6%, sampling to 12%. own: what a model's kernels hold beside PyTorch's
+    tensors: the logits' gradient, and the operands of the gradients of a layer's weights."""
     setting, config = replace(SETTING, dtype=torch.bfloat16), CONFIGS[name]
     measured, parts = measure(name, setting), resident_bytes(config, setting, Held())
     assert sum(parts.values()) == pytest.approx(measured["resident"], rel=0.02)
@@ -178,8 +168,7 @@ def test_sizes_are_the_published_ones():
 
 
 def test_sharding_divides_what_is_divided():
-    """7B on 8 ranks by hand: weights 4, AdamW 8, reference 2 bytes per parameter, an eighth of each; the copy whole. A
-    role that only samples has narrow weights, whole on each rank."""
+    """7B on 8 ranks: 4, 8 and 2 bytes per parameter, an eighth of each; the copy whole, as a role that only samples."""
     config, total = shape_of("qwen2.5-7b"), sizes_of(shape_of("qwen2.5-7b")).total
     parts = resident_bytes(config, Setting(ranks=8, shard=True), Held())
     assert parts == {"weights": 4 * total // 8, "AdamW": total, "reference": 2 * total // 8,
@@ -193,8 +182,7 @@ def test_sharding_divides_what_is_divided():
 
 
 def test_attention_without_its_kernels_keeps_the_prefix_once_a_row_and_query_head():
-    """Of a completion token of 1.5B in bf16, by hand: 12 query heads of 128 channels and the 2 of keys; with the
-    kernels 12 fp32 numbers, without them keys and values of 3 tokens for each query head in place of 2 x 256."""
+    """Of a completion token in bf16: 12 query heads of 128 channels, 2 of keys; with the kernels 12 fp32 numbers."""
     config, kernel = shape_of("qwen2.5-1.5b"), Setting()
     without = block_activations(config, replace(kernel, repeats_keys=True), 3)
     none = block_activations(config, replace(kernel, device_type="cpu", dtype=torch.float32), 3)
@@ -202,7 +190,6 @@ def test_attention_without_its_kernels_keeps_the_prefix_once_a_row_and_query_hea
 
 
 def tango_plan(setting: Setting) -> dict:
-    """The plan of RL Tango, 32 x 8, on two models of 1.5B."""
     args, config = parse(tango_rl, ["--model-tag", "x"]), shape_of("qwen2.5-1.5b")
     draws = planned(with_times(args, tango.draws(args)), lambda wrap: 200)
     return memory_plan(dict.fromkeys(tango.ROLES, config), dict.fromkeys(tango.ROLES, Held()), draws, setting)
@@ -230,7 +217,6 @@ def test_the_plan_adds_what_stays_to_the_largest_phase():
                                              ("trunk", "own"), ("prompt", "shared"), ("prompt", "own")])
 def test_planned_memory_of_a_pair_counts_what_is_shared_once(sft_base, monkeypatch, head, optimizer, kl_coef,
                                                              dtype):
-    """Of weights, references, moments and copies to sample from each tensor once."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(sft_base))
     flags = ["--verifier-head", head, "--kl-coef", kl_coef, "--verifier-tag", "tiny"]
     flags += ["--verifier-optimizer", optimizer] if head in ("trunk", "prompt") else []
@@ -262,10 +248,8 @@ def test_variants_shard_over_several_ranks_only():
 
 
 def test_seconds_of_a_draw_go_with_its_size():
-    """Twice the problems take twice the training, twice the speed half of everything; what is only sampled trains
-    nothing. A reference adds a forward to the forward and the two that a backward costs, and so does each scoring;
-    several updates on one batch are as many times that and a forward for the old logprobs, and a ratio of sequences
-    takes one in each."""
+    """A backward costs two forwards, a reference and each scoring one. Several updates are as many times that and a
+    forward for the old logprobs, and a ratio of sequences takes one in each."""
     config, speed = shape_of("qwen2.5-1.5b"), Speed()
     draw, bare = PlannedDraw("generator", "solutions", 8, 4, 200, 500, trained=True), Held(reference=False)
     seconds = draw_seconds(config, draw, Held(), Setting(), speed, 1100)

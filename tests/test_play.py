@@ -1,9 +1,4 @@
-"""
-The verbs of a recipe: rollouts that are selected, joined and put after other prompts; scores in their order; updates
-of several parts; what a step that is thrown away leaves.
-
-    python -m pytest tests/test_play.py -q
-"""
+"""The verbs of a recipe: rollouts, scores in their order, updates of several parts; what a recipe gets wrong."""
 import json
 import math
 from types import SimpleNamespace
@@ -66,8 +61,6 @@ def play_of(**roles) -> Play:
                 RunState(role_steps=dict.fromkeys(roles, 0)), PolicyLoss("reinforce"))
 
 
-# Rollouts
-
 def test_selected_rollouts_keep_their_tokens_texts_columns_and_prompts():
     rollouts = rollouts_of()
     chosen = rollouts.select([3, 0])
@@ -121,10 +114,7 @@ def test_prompts_that_differ_in_their_copy_or_their_problem_alone_are_two_groups
     assert groups([Prompt(ids, PROBLEMS[0]), Prompt(ids, PROBLEMS[1])] * 2) == [0, 1, 0, 1]
 
 
-# Scores
-
 def naive_logprobs(model, rollouts: Rollouts, targets: torch.Tensor) -> torch.Tensor:
-    """(N, T), each rollout run alone."""
     out = torch.zeros(rollouts.tokens.shape, dtype=torch.float64)
     for n, (prompt, completion) in enumerate(zip(rollouts.prompt_of(), rollouts.completions(), strict=True)):
         logits = model(torch.tensor([prompt.ids + completion]))[0]
@@ -164,8 +154,6 @@ def test_written_completions_end_and_have_no_sampler():
     with pytest.raises(BadInput, match="context is 64"):
         t.written("generator", [Prompt([1] * 60, PROBLEMS[0])], ["abcde"])
 
-
-# Updates
 
 def gradient_of(t: Play, wanted: Update) -> tuple[dict, dict]:
     """How far plain SGD of rate 1 moves the weights back, and the metrics."""
@@ -265,8 +253,6 @@ def test_a_stop_ends_a_step_until_its_first_update_with_shards_on_all_ranks_toge
     assert not t.breaks_off()
 
 
-# What a step leaves
-
 def test_a_step_that_is_thrown_away_leaves_no_trace_in_the_memory():
     state = RunState(role_steps={"generator": 2}, memory={"pool": {"tokens": torch.ones(2, 2)}, "phase": "warmup"})
     before = state.snapshot()
@@ -311,8 +297,6 @@ def test_what_is_wrong_with_a_start_is_warned_of(right, without_signal, gap, dty
     assert len(warnings) == bool(words) and words in "".join(warnings)
     assert len(health_warnings(sampled, {}, gap, dtype, learns=False)) == ("sampler" in words)
 
-
-# What a recipe gets wrong
 
 @pytest.mark.parametrize("name, role, prompts, samples, words", [
     ("more", "", 1, 1, "'more', and its .* declare no such name"), ("more", "generator", 1, 1, "declare no such name"),
@@ -450,10 +434,9 @@ def test_a_snapshot_carries_its_step_through():
 
 def test_a_step_without_an_update_shows_what_the_recipe_shows(capsys):
     record = {"step": 3, "gen/no_pair": 1.0, "gen/pair_loss": None, "gen/entropy": 0.5, "timing_s/step": 2.0}
-    print_step(record, [], {"generator": ["pair_loss", "no_pair"]}, 60)
-    print_step(record, ["generator"], {"generator": ["no_pair"]}, 60)
-    print_step(record, [], {}, 60)
-    assert [line.split(" | ") for line in capsys.readouterr().out.splitlines()] == [
-        ["step    3 no update (generator", "pair loss -", "no pair 1.000)", "2.0s, 1.0 min left"],
-        ["step    3 generator", "entropy 0.500", "grad -", "no pair 1.000", "2.0s, 1.0 min left"],
-        ["step    3 no update", "2.0s, 1.0 min left"]]
+    for roles, shown, line in (([], ["pair_loss", "no_pair"], "no update (generator | pair loss - | no pair 1.000) | "),
+                               (["generator"], ["no_pair"], "generator | entropy 0.500 | grad - | no pair 1.000 | ")):
+        print_step(record, roles, {"generator": shown}, 60)
+        assert capsys.readouterr().out.startswith(f"step    3 {line}")
+    print_step(record | {"gen/lenient": True}, ["generator"], {}, 60)
+    assert "WARNING: lenient verifier" in capsys.readouterr().out

@@ -7,6 +7,7 @@ from fractions import Fraction
 import datasets
 import pytest
 from hypothesis import example, given, settings, strategies as st
+from test_multiple_choice import cache  # noqa: F401
 
 from nanochat.common import BadInput
 from nanochat.rl.measure.scores import first_error
@@ -19,11 +20,6 @@ from tasks.processbench import HUB, LabelledSolution, boxed, find_tables, load_p
 
 ROW = {"id": "math-0", "generator": "someone", "problem": "What is 2*3-1?",
        "steps": ["2*3 = 6", "6-1 = 4, so \\boxed{4}"], "final_answer_correct": False, "label": 1}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))  # leave nothing after
 
 
 def write(path, rows: list[dict]) -> str:

@@ -5,7 +5,7 @@ Progress rewards: the values of prefixes by a prover that is known, what they ma
 """
 import pytest
 import torch
-from test_dpo import assert_refused, random_play
+from test_dpo import assert_refused, random_play, writing
 
 from nanochat.recipes.policy import progress_rewards
 from nanochat.rl.credit.rewards import at_step_ends, step_rewards
@@ -22,15 +22,9 @@ def play_of(*flags: str):
 def measured(t, worth, texts=TEXTS):
     """The step values of solutions where a continuation is right as worth(text of the prefix, number of it) says, and
     the prefixes that were asked for."""
-    problem, asked = t.task.problem("rl", 0), []
+    problem, numbers = t.task.problem("rl", 0), {}
     solutions = t.written("generator", t.solve_prompts([problem] * len(texts)), texts)
-
-    def sample(draw, prompts, num, tool=None):
-        bare = t.solve_prompts([problem])[0].ids
-        asked.extend(t.tokenizer.decode(prompt.ids[len(bare):]) for prompt in prompts)
-        return t.written("prover", [p for p in prompts for _ in range(num)], ["x"] * (len(prompts) * num))
-
-    t.sample, numbers = sample, {}
+    writing(t, {"continued": ["x"]})
 
     def check(problem, text):
         begun = text.removesuffix("x")
@@ -39,7 +33,9 @@ def measured(t, worth, texts=TEXTS):
 
     t.task.check = check
     step_ends = [s.step_ends for s in t.read_solutions(solutions)]
-    return progress_rewards.step_values(t, solutions, step_ends), asked
+    found, bare = progress_rewards.step_values(t, solutions, step_ends), len(t.solve_prompts([problem])[0].ids)
+    asked = t.asked["continued"][:: t.args.continuations]
+    return found, [t.tokenizer.decode(prompt.ids[bare:]) for prompt in asked]
 
 
 def half_of_good(begun: str, number: int) -> bool | None:

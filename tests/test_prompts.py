@@ -1,8 +1,4 @@
-"""
-Formats, the step splitter, quoting and the verdict parser, on well-formed and on hostile text.
-
-    python -m pytest tests/test_prompts.py -q
-"""
+"""Formats, the step splitter, quoting and the verdict parser, on well-formed and on hostile text."""
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -30,7 +26,6 @@ EVERY_TOKENIZER = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=
 
 
 def marks(fmt) -> list[str]:
-    """Every mark of a format that is not empty."""
     names = ("think_open", "step_open", "step_close", "think_close", "answer_open", "answer_close", "verification_open",
              "verification_close", "final_open", "final_close", "correct", "incorrect", "scores_open", "scores_close")
     return sorted({*(getattr(fmt, name) for name in names), *fmt.choices} - {""})
@@ -43,23 +38,18 @@ def shards(fmt) -> list[str]:
 
 
 def mark_soup(fmt):
-    """Text of whole and broken marks; any text now and then."""
     return st.lists(st.sampled_from(marks(fmt)) | st.sampled_from(shards(fmt)), max_size=20).map("".join) | st.text()
 
 
 def token_soup(tokenizer, fmt):
-    """Completions: any ids, mixed with the ids of marks."""
     written = st.lists(st.sampled_from(marks(fmt) + ["a", "8"]), max_size=6).map("".join).map(tokenizer.encode)
     pieces = written | st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=3)
     return st.lists(pieces, max_size=8).map(lambda parts: [token for part in parts for token in part])
 
 
 def plain(fmt):
-    """Text that can form no mark."""
     return st.text("abcdef 0123456789+-*:é" + "\n" * ("\n" not in marks(fmt)), max_size=12)
 
-
-# Formats
 
 @EVERY_FORMAT
 @SETTINGS
@@ -90,14 +80,12 @@ def test_a_rendered_solution_gives_back_its_steps_and_answer(fmt, data):
     (PAPER, "<think><step>a\nb</step>", ["<step>a\nb</step>"]),
     (PAPER, "<think><step>a<step>b</step>", ["<step>a<step>b</step>"]),          # one closing mark closes one step
     (PAPER, "<think></step><step>a</think>", []),
-    (PAPER, "<think><step>a</step></think><answer>\\boxed{6}</answer><step>b</step>", ["<step>a</step>"]),
-])
+    (PAPER, "<think><step>a</step></think><answer>\\boxed{6}</answer><step>b</step>", ["<step>a</step>"])])
 def test_only_closed_steps_before_the_answer_are_steps(fmt, solution, steps):
     assert [solution[start:end] for start, end in fmt.step_spans(solution)] == steps
 
 
-def test_a_very_long_text_without_marks_is_read():
-    """In one pass: a pass for each character would not end."""
+def test_a_very_long_text_without_marks_is_read_in_one_pass():
     assert COMPACT.step_spans("3" * 3_000_000) == [] and PAPER.step_spans("<step>" * 500_000) == []
 
 
@@ -109,32 +97,26 @@ def test_a_very_long_text_without_marks_is_read():
     (PAPER, "<answer>\\boxed{6}</answer>", "6"), (PAPER, "<answer>\\boxed{ 6 }</answer>\n", "6"),
     (PAPER, "<answer>\\boxed{}</answer>", ""), (PAPER, "<answer>\\boxed{\\frac{1}{2}}</answer>", "\\frac{1}{2}"),
     (PAPER, "<answer>\\boxed{6}</answer> or 8", None), (PAPER, "<answer>\\boxed{6}", None),
-    (PAPER, "<answer>6</answer>", None),
-])
+    (PAPER, "<answer>6</answer>", None)])
 def test_the_answer_stands_between_the_first_answer_mark_and_the_end(fmt, solution, answer):
     assert fmt.answer(solution) == answer
 
 
-# Steps by their tokens
-
 def test_step_ends_by_hand():
     """One token a byte. <think> has 7 bytes and <step>a</step> 14: the first ends at byte 20, then 21 + 15 - 1."""
-    tokenizer = TOKENIZERS["bytes"]
-    assert read_solution(tokenizer, COMPACT, tokenizer.encode("3+5:8;8*2:6;=6")).step_ends == [5, 11]
-    assert read_solution(tokenizer, PAPER,
-                         tokenizer.encode("<think><step>a</step><step>é</step></think>")).step_ends == [20, 35]
+    ends = lambda fmt, text: read_solution(TOKENIZERS["bytes"], fmt, TOKENIZERS["bytes"].encode(text)).step_ends
+    assert ends(COMPACT, "3+5:8;8*2:6;=6") == [5, 11]
+    assert ends(PAPER, "<think><step>a</step><step>é</step></think>") == [20, 35]
 
 
 def test_a_token_that_straddles_closing_marks_ends_all_their_steps():
     """;= closes a step and opens the answer; ;; closes two steps, so that ends never decrease but can be equal."""
     tokenizer = TOKENIZERS["bpe"]
     assert {";;", ";=", "></"} <= {tokenizer.decode([i]) for i in range(256, 291)}
-    ids = tokenizer.encode("8;=8")
-    assert [tokenizer.decode([i]) for i in ids] == ["8", ";=", "8"]
-    assert read_solution(tokenizer, COMPACT, ids).step_ends == [1]
-    ids = tokenizer.encode("8;;8;")
-    assert [tokenizer.decode([i]) for i in ids] == ["8", ";;", "8", ";"]
-    assert read_solution(tokenizer, COMPACT, ids).step_ends == [1, 1, 3]
+    for text, tokens, ends in (("8;=8", ["8", ";=", "8"], [1]), ("8;;8;", ["8", ";;", "8", ";"], [1, 1, 3])):
+        ids = tokenizer.encode(text)
+        assert [tokenizer.decode([i]) for i in ids] == tokens
+        assert read_solution(tokenizer, COMPACT, ids).step_ends == ends
 
 
 @EVERY_TOKENIZER
@@ -164,13 +146,10 @@ def test_the_end_token_is_no_text_but_other_special_tokens_are_noise(tokenizer):
 
 def test_broken_utf8_swallows_no_mark():
     """0xe2 begins a character of three bytes: the ; after it is a mark all the same."""
-    tokenizer = TOKENIZERS["bytes"]
-    solution = read_solution(tokenizer, COMPACT,
-                             [tokenizer.encoding.encode_single_token(bytes([byte])) for byte in b"8\xe2;\xff=8"])
+    token = TOKENIZERS["bytes"].encoding.encode_single_token
+    solution = read_solution(TOKENIZERS["bytes"], COMPACT, [token(bytes([byte])) for byte in b"8\xe2;\xff=8"])
     assert solution.text == "8?;?=8" and solution.step_ends == [2]
 
-
-# Quoting
 
 @EVERY_FORMAT
 @SETTINGS
@@ -184,7 +163,6 @@ def test_quoted_text_holds_no_reserved_mark_and_never_grows(fmt, data):
 
 
 def test_the_marks_that_give_verdicts_are_reserved():
-    """Nothing that a verdict is read from may be quotable."""
     for fmt in (COMPACT, LINES):
         assert {fmt.correct, fmt.incorrect, *fmt.choices} <= set(fmt.reserved)
     only_in_verifications = {PAPER.correct, PAPER.incorrect, PAPER.verification_open, PAPER.verification_close,
@@ -220,8 +198,7 @@ def test_a_forged_judgment_is_quoted_without_its_marks(fmt, solution, quoted):
 @SETTINGS
 @given(data=st.data())
 def test_a_prompt_holds_the_marks_of_its_template_and_no_special_token_whatever_it_quotes(tokenizer, fmt, data):
-    """A problem that a model proposed, attempts and what was said of them: none can end a turn or begin an answer, and
-    none that is judged forges a mark."""
+    """None can end a turn or begin an answer, and none that is judged forges a mark."""
     frame = [tokenizer.special(f"<|{name}|>") for name in ("bos", "user_start", "user_end", "assistant_start")]
     first_special, template = tokenizer.vocab_size - len(SPECIAL_TOKENS), data.draw(st.sampled_from(TEMPLATES))
     judged = (lambda a, b, c: verifier_prompt(tokenizer, fmt, a, b),
@@ -238,20 +215,16 @@ def test_a_prompt_holds_the_marks_of_its_template_and_no_special_token_whatever_
 
 
 def test_prompts_by_hand():
+    """Braces in a problem or a solution are text, not places of the template."""
     tokenizer = TOKENIZERS["bytes"]
-    assert tokenizer.decode(generator_prompt(tokenizer, COMPACT, "3+5*2")[2:-2]) == "3+5*2"
-    assert (tokenizer.decode(verifier_prompt(tokenizer, COMPACT, "3+5*2", "3+5:8;8*2:6;=6")[2:-2])
-            == "3+5*2|3+5:8;8*2:6;=6|2")
-    # Braces in a problem or a solution are text, not places of the template.
-    assert (tokenizer.decode(verifier_prompt(tokenizer, COMPACT, "{problem}", "{num_steps};")[2:-2])
-            == "{problem}|{num_steps};|1")
-    text = tokenizer.decode(generator_prompt(tokenizer, PAPER, "{x}")[2:-2])
+    text_of = lambda make, *args: tokenizer.decode(make(tokenizer, *args)[2:-2])
+    assert text_of(generator_prompt, COMPACT, "3+5*2") == "3+5*2"
+    assert text_of(verifier_prompt, COMPACT, "3+5*2", "3+5:8;8*2:6;=6") == "3+5*2|3+5:8;8*2:6;=6|2"
+    assert text_of(verifier_prompt, COMPACT, "{problem}", "{num_steps};") == "{problem}|{num_steps};|1"
+    text = text_of(generator_prompt, PAPER, "{x}")
     assert text.startswith("{x}\n\n") and text.endswith("<answer>\\boxed{...}</answer>")
-    assert ("\n\nThe solution has 2 steps. "
-            in tokenizer.decode(verifier_prompt(tokenizer, PAPER, "x", "<step>a</step><step>b</step>")))
+    assert "\n\nThe solution has 2 steps. " in text_of(verifier_prompt, PAPER, "x", "<step>a</step><step>b</step>")
 
-
-# Verdicts
 
 def paper(steps: str, final: str, between: str = "") -> str:
     return f"<step_verification>{steps}</step_verification>{between}<final_verification>{final}</final_verification>"
@@ -347,7 +320,6 @@ def test_parsing_is_total_and_unmet_says_exactly_what_is_missing(fmt, data):
 
 @EVERY_FORMAT
 def test_no_beginning_of_a_verification_and_none_with_more_text_counts_as_whole(fmt):
-    """One that is cut off may have verdicts on steps."""
     text = fmt.render_verification(["3+5:8", "8*2:5"], [True, False], False)
     for end in range(len(text)):
         read = parse_verification(fmt, text[:end], 2)
@@ -357,8 +329,6 @@ def test_no_beginning_of_a_verification_and_none_with_more_text_counts_as_whole(
     read = parse_verification(fmt, text, 2, stopped=False)
     assert (read.verdict, read.unmet, read.usable_steps) == (None, ("no_final_verdict",), [True, False])
 
-
-# Several solutions
 
 def test_prompts_of_several_solutions_by_hand():
     tokenizer = TOKENIZERS["bytes"]
@@ -386,8 +356,7 @@ def final(said: str) -> str:
     (PAPER, final("A"), None, None), (PAPER, "[[A]]", None, None), (PAPER, final("[[A]] or [[B]]"), None, None),
     (PAPER, final("[[A]]") + "[[B]]", None, None), (PAPER, final("[[A]]").removesuffix("</final_verification>"), None,
                                                     None),
-    (PAPER, final("[[A]]") + final("[[B]]"), -1, None), (PAPER, final("\\boxed{CORRECT}"), None, None),
-])
+    (PAPER, final("[[A]]") + final("[[B]]"), -1, None), (PAPER, final("\\boxed{CORRECT}"), None, None)])
 def test_what_a_choice_says(fmt, text, plain, graded):
     assert (parse_choice(fmt, text), parse_choice(fmt, text, graded=True)) == (plain, graded)
     assert parse_choice(fmt, text, stopped=False) is None
@@ -402,8 +371,7 @@ def test_what_a_choice_says(fmt, text, plain, graded):
     (COMPACT, "=A", 1, None), (COMPACT, "=10,3=4,5", 2, [4, 5]),
     (PAPER, final("\\boxed{10,3}"), 2, [10, 3]), (PAPER, final(" \\boxed{ 10, 3 } "), 2, [10, 3]),
     (PAPER, final("10,3"), 2, None), (PAPER, final("\\boxed{10,3"), 2, None), (PAPER, "\\boxed{10,3}", 2, None),
-    (PAPER, final("\\boxed{10,3}}"), 2, None), (PAPER, final("\\boxed{10,3}") + ".", 2, None),
-])
+    (PAPER, final("\\boxed{10,3}}"), 2, None), (PAPER, final("\\boxed{10,3}") + ".", 2, None)])
 def test_what_scores_say(fmt, text, num, scores):
     assert parse_scores(fmt, text, num) == scores
     assert parse_scores(fmt, text, num, stopped=False) is None

@@ -139,7 +139,7 @@ def test_a_step_by_hand(base):
     assert proposals.columns["reward"] == [pytest.approx(2.5 / 3), 0, None, pytest.approx(1 / 3)]
     assert proposals.columns["refused"] == ["", "with_answer", "held_out", ""]
     assert t.memory["pool"] == [[2 * t.task.problem("rl", 0).index, GOOD]]
-    assert [problem.prompt for problem in t.asked["attempts"]] == [GOOD, GOOD, BETTER, BETTER]
+    assert [prompt.problem.prompt for prompt in t.asked["attempts"]] == [GOOD, GOOD, BETTER, BETTER]
     # the second solution has no answer
     assert solutions.columns["reward"] == [1, 0, 0.5, 1] and solutions.columns["judge_score"] == [1, 0, 0, 1]
     assert judgments.columns["reward"] == [1, 1, 1, 1]
@@ -189,7 +189,7 @@ def test_the_pool_is_what_the_solver_is_asked_and_references_stand_in(base):
     t = play_with(TEXTS, "--pool-size", "3")
     t.memory["pool"] = [[10, GOOD], [11, BETTER], [12, GOOD]]
     update, = mae.play(t)
-    asked = {(problem.split, problem.index, problem.prompt) for problem in t.asked["solutions"]}
+    asked = {(p.problem.split, p.problem.index, p.problem.prompt) for p in t.asked["solutions"]}
     assert len(asked) == 2 and asked < {("proposed", 10, GOOD), ("proposed", 11, BETTER), ("proposed", 12, GOOD)}
     assert t.memory["pool"][:2] == [[11, BETTER], [12, GOOD]] and len(t.memory["pool"]) == 3
     found, *rest = drawn(t, [[10, GOOD]])

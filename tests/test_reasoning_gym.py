@@ -90,11 +90,11 @@ def test_test_out_has_templates_that_are_never_seen_and_these_are_the_same_for_e
 
 
 def test_every_template_is_sound_in_all_but_few_draws():
-    """Of 40 draws of each: template 3 is unsound in 3% and template 24 in 4%, so 8 is many standard errors away."""
+    """Of 20 draws of each: template 3 is unsound in 3% and template 24 in 4%, so 6 is many standard errors away."""
     for template, make in gym.templates().items():
-        examples = [gym.read_example(make(random.Random(i), 1.0)) for i in range(40)]
+        examples = [gym.read_example(make(random.Random(i), 1.0)) for i in range(20)]
         num_unsound = sum(not gym.is_sound(example) for example in examples)
-        assert num_unsound <= (8 if template in (3, 24) else 0), template
+        assert num_unsound <= (6 if template in (3, 24) else 0), template
 
 
 def test_a_worked_solution_is_sound_where_it_holds_and_ends_in_the_answer():
@@ -325,21 +325,16 @@ def test_options_that_a_checkpoint_was_made_with_are_taken_from_it():
 # Strict and lenient
 
 @pytest.mark.parametrize("text, gold, lenient, strict", [
-    ("<think></think><answer>\\boxed{18}</answer>", "18", True, True),
-    ("so 9 * 2 = $18.", "18", True, False),          # the format is not kept
-    ("\\boxed{18}", "18", True, True),
-    ("#### 1,800", "1800", True, True),
-    ("<answer>\\boxed{18}</answer> or 19", "18", False, False),
+    ("<think></think><answer>\\boxed{18}</answer>", "18", True, True), ("\\boxed{18}", "18", True, True),
+    ("so 9 * 2 = $18.", "18", True, False), ("18 of 20", "18", False, False),  # the format is not kept
+    ("#### 1,800", "1800", True, True), ("<answer>\\boxed{18}</answer> or 19", "18", False, False),
     ("<answer>\\boxed{18}</answer> or 18", "18", True, False),
-    ("18 of 20", "18", False, False),
     ("<answer>18 dozen, 216 eggs</answer>", "216", True, False),
     ("<answer>\\boxed{\\frac{36}{2}}</answer>", "18", False, True),  # lenient is not always more
-    ("it is 18.0 or so", "18", True, False), ("0018", "18", True, False), ("25%", "25", True, False),
-    ("1/2", "0.5", True, False), ("-5", "-5", True, False), ("is -5.", "5", False, False), ("7-5", "5", True, False),
-    ("", "18", False, False), ("eighteen", "18", False, False), ("\u0661\u0668", "18", False, False),
-    ("1e3", "1000", False, False), ("9" * 5000, "18", False, False), ("1 000", "1000", False, False),
-    ("180", "18", False, False), ("18\x00", "18", True, False),
-])
+    *((text, gold, True, False) for text, gold in (("it is 18.0 or so", "18"), ("0018", "18"), ("25%", "25"),
+                                                   ("1/2", "0.5"), ("-5", "-5"), ("7-5", "5"), ("18\x00", "18"))),
+    *((text, "18", False, False) for text in ("", "eighteen", "\u0661\u0668", "9" * 5000, "180")),
+    ("is -5.", "5", False, False), ("1e3", "1000", False, False), ("1 000", "1000", False, False)], ids=range(24))
 def test_strict_and_lenient(task, text, gold, lenient, strict):
     assert is_last_number(text, gold) is lenient
     assert task.check(Problem("rl", 0, "?", gold), text) is strict

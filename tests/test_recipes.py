@@ -1,9 +1,4 @@
-"""
-What holds of every recipe: it resumes bit for bit, two ranks do what one does, it is planned, and a file outside of the
-repository is one too.
-
-    python -m pytest tests/test_recipes.py
-"""
+"""What holds of every recipe: bit-for-bit resume, two ranks do what one does, a plan; a file of one's own."""
 import gc
 import itertools
 import json
@@ -43,14 +38,12 @@ SHORT = ["--num-steps", "2", "--save-every", "1", "--eval-examples", "2", "--max
 
 
 def example() -> str:
-    """The recipe that the README shows."""
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
         return re.search(r"```python\n(\"\"\"Few labels.*?)```", f.read(), re.DOTALL)[1]
 
 
 @pytest.fixture(scope="module")
 def own_file(tmp_path_factory) -> str:
-    """The README's recipe, in a folder outside of the repository."""
     path = tmp_path_factory.mktemp("elsewhere") / "few_labels.py"
     path.write_text(example(), encoding="utf-8")
     return str(path)
@@ -58,7 +51,6 @@ def own_file(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module", params=[*recipes.names(), "own"])
 def recipe(request, own_file) -> str:
-    """Every recipe by name, and the one in a file of its own."""
     return own_file if request.param == "own" else request.param
 
 
@@ -92,17 +84,13 @@ def tensors(value, name: str = "") -> dict:
 
 def last_set(base, run: str) -> dict:
     """Every tensor of a run's last set: models, optimizers and memory."""
-    step = max(int(name[6:12]) for name in os.listdir(base / "runs" / run) if name.startswith("state_"))
-    found = tensors(torch.load(base / "runs" / run / f"state_{step:06d}.pt", weights_only=True), "state")
-    for folder in sorted((base / "chatrl_checkpoints").glob(f"{run}-*")):
-        for path in sorted(folder.glob(f"*_{step:06d}*.pt")):
-            role = folder.name.removeprefix(f"{run}-")
-            found |= tensors(torch.load(path, weights_only=True), f"{role}/{path.name}")
-    return found
+    state = max((base / "runs" / run).glob("state_*.pt"))
+    models = (base / "chatrl_checkpoints").glob(f"{run}-*/*_{state.stem[6:]}*.pt")
+    return {key: x for path in (state, *models) for key, x in tensors(
+        torch.load(path, weights_only=True), f"{path.parent.name.removeprefix(run)}/{path.name}").items()}
 
 
 def straight(base, recipe: str) -> str:
-    """The recipe's run on one rank, made once."""
     run = f"straight-{recipes.short(recipe)}"
     if not (base / "runs" / run).exists():
         train(recipe, "--run", run)
@@ -138,7 +126,6 @@ def first_steps(calls, path: str) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks(trained, own_file):
-    """The base directory, with a step of every recipe on two ranks, all in one start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(trained))  # where labelled solutions are
         calls = [("scripts.tango_rl", flags_of(name, "--run", f"two-{recipes.short(name)}", "--num-steps", "1"))
@@ -156,7 +143,7 @@ def test_two_ranks_do_what_one_does(at_base, two_ranks, recipe):
         assert two[name] == (pytest.approx(one[name], rel=1e-3, abs=1e-5) if is_number else one[name]), name
 
 
-# What makes a recipe log more: further runs of it
+# further runs of a recipe that log more
 MORE = {"prime": (["--prm-update", "before", "--accuracy-filter", "0", "1"], ["--accuracy-filter", "0.3", "0.3"]),
         "cooper": (["--rm-pretrain", "1"],), "gram": (["--pretrain-steps", "1"],), "marti": (["--graph", "chain"],),
         "grpo": (["--log-theory", "2", "--theory-samples", "64"],)}  # of 4 solutions no share is .3: no update
@@ -187,7 +174,6 @@ def test_what_is_logged_is_in_the_glossary_and_what_is_there_is_logged(logged, l
 
 @pytest.mark.parametrize("page", TODAY, ids=lambda page: page.name)
 def test_metrics_that_a_page_names_are_logged(logged, page):
-    """Names in backticks that begin with a role's prefix, or with timing_s."""
     names = re.findall(r"`((?:gen|ver|prm|opp|timing_s)/[^`\s]+)`", page.read_text(encoding="utf-8"))
     keys = set(UNSEEN).union(*logged["rl"].values())
     for name in itertools.chain(*map(spelled_out, names)):
@@ -205,31 +191,24 @@ def test_every_recipe_is_planned(at_base, recipe, capsys):
     assert not (at_base / "runs" / "planned").exists()
 
 
-def test_every_recipe_has_its_paper_its_tags_and_its_status():
+def test_every_recipe_has_its_paper_its_tags_and_its_status_and_is_listed(capsys):
     for name in recipes.names():
         module = recipes.load(name)
-        first_line = module.__doc__.splitlines()[0]  # which --list-recipes prints
+        first_line = module.__doc__.splitlines()[0]
         assert re.search(r"arXiv \d{4}\.\d{5}(, section [\d.]+)?\.$", first_line), name
         assert {"family", "verifier", "reward"} <= module.TAGS.keys(), name
         assert re.fullmatch(r"(works|runs|differs): [^|]+", module.TAGS["status"]), name
-
-
-def test_the_recipes_are_listed(capsys):
     tango_rl.main(parse(tango_rl, ["--list-recipes"]))
     with open(os.path.join(ROOT, "dev", "recipes.md"), encoding="utf-8") as f:
         assert capsys.readouterr().out == f.read()
 
 
-# Recipes outside of the repository
-
 @pytest.fixture
 def own(own_file, tmp_path):
-    """A copy of it to change."""
     return Path(shutil.copy(own_file, tmp_path / "few_labels.py"))
 
 
 def change(own: Path, *pairs: tuple[str, str]) -> str:
-    """Replaces texts that are in the file; its path."""
     text = own.read_text()
     for old, new in pairs:
         assert old in text, old
@@ -239,7 +218,6 @@ def change(own: Path, *pairs: tuple[str, str]) -> str:
 
 
 def refusal(capsys, flags: list[str]) -> str:
-    """The one line in which the trainer refuses these flags."""
     with pytest.raises(SystemExit) as stop:
         script_main(tango_rl.main, tango_rl.make_parser, flags)
     line = capsys.readouterr().err
@@ -248,7 +226,6 @@ def refusal(capsys, flags: list[str]) -> str:
 
 
 def test_a_file_is_stored_with_its_run_which_is_known_by_it(base, own, tmp_path, capsys):
-    """Wherever the file is: a run goes on with the same text, and with no other."""
     train(str(own), "--run", "mine", "--num-steps", "1")
     stored = base / "runs" / "mine" / "recipe.py"
     assert stored.read_text() == own.read_text() == example()
@@ -292,7 +269,6 @@ def test_a_file_that_is_no_recipe_is_refused_in_one_line(capsys, base, tmp_path,
 
 
 def with_play(own: Path, body: str) -> str:
-    """The path of the recipe with another play."""
     return change(own, ("def play(t):", f"def play(t):\n{body}\n\n\ndef unused(t):"))
 
 
@@ -432,11 +408,8 @@ def test_a_plan_refuses_what_the_run_would_and_a_fixed_generator_lends_no_trunk(
         train(recipe, *flags)
 
 
-# What a run starts from
-
 def test_a_run_goes_on_from_what_it_was_started_from_alone(base, own, monkeypatch, capsys):
-    """A later step of the tag is for new runs; other weights under its step, another recipe and a state of before
-    recipes were files are refused; a recipe of the repository that has changed is told."""
+    """A later step of the tag is for new runs; other weights, another recipe and older states are refused."""
     one, more = ["--run", "r", "--num-steps", "1"], ["--run", "r", "--num-steps", "2", "--resume-from-step", "auto"]
     train("grpo", *one)
     starts = lambda run: json.loads((base / "runs" / run / "config.json").read_text())["starts"]["generator"]

@@ -1,8 +1,4 @@
-"""
-Who moves next, alpha and the learning rate, step by step.
-
-    python -m pytest tests/test_schedules.py -q
-"""
+"""Who moves next, alpha and the learning rate, step by step."""
 import pytest
 
 from nanochat.rl.credit.schedules import (FOLLOWS, LR_SCHEDULES, SCHEDULES, PhaseLengths, adaptive, exponential_decay,
@@ -19,8 +15,6 @@ def phases(lengths: PhaseLengths, num_steps: int, schedule=fixed, balanced_acc=l
     return letters
 
 
-# Phases of fixed lengths
-
 @pytest.mark.parametrize("lengths, expected", [
     (PhaseLengths(2, 3, 1), "wwgggvgg"),  # Tango algorithm 1
     (PhaseLengths(0, 3, 1), "gggvgggv"),
@@ -29,8 +23,7 @@ def phases(lengths: PhaseLengths, num_steps: int, schedule=fixed, balanced_acc=l
     (PhaseLengths(0, 3, 0), "gggggggg"),     # no verifier phases at all: GRPO
     (PhaseLengths(0, 0, 2), "vvvvvvvv"),     # the generator is fixed
     (PhaseLengths(2, 0, 2), "wwvvvvvv"),
-    (PhaseLengths(1, 1, 1), "wgvgvgvg"),
-])
+    (PhaseLengths(1, 1, 1), "wgvgvgvg")])
 def test_phases_of_length_zero_are_passed_by(lengths, expected):
     assert phases(lengths, 8) == expected
 
@@ -54,8 +47,6 @@ def test_asking_twice_gives_the_same_phase(schedule):
                 assert next_phase(*once, balanced_acc, lengths, schedule) == once
 
 
-# Adaptive phases
-
 def test_adaptive_ends_the_verifiers_phases_at_the_bar_and_the_generators_never():
     lengths = PhaseLengths(10, 3, 10, bar=0.7)
     for balanced_acc, over in ((None, False), (0.69, False), (0.7, True), (0.9, True)):
@@ -78,8 +69,6 @@ def test_an_adaptive_run_step_by_step():
     assert phases(PhaseLengths(0, 0, 2, bar=0.7), 5, adaptive, lambda step: 0.8) == "vvvvv"
 
 
-# alpha
-
 def test_alpha_decays_exponentially_from_start_to_end():
     """0.1 to 0.001: half way their geometric mean 0.01."""
     assert [exponential_decay(0.1, 0.001, p) for p in (0.0, 0.5, 1.0)] == pytest.approx([0.1, 0.01, 0.001], rel=1e-12)
@@ -88,10 +77,7 @@ def test_alpha_decays_exponentially_from_start_to_end():
         assert [exponential_decay(start, end, progress) for progress in (0.0, 0.5, 1.0)] == [start] * 3
 
 
-# Learning rate
-
 def test_learning_rate_schedules_by_hand():
-    """linear: 1 - 0.9 / 2 = 0.55 half way, a tenth at the end."""
     values = {name: [schedule(progress) for progress in (0.0, 0.5, 1.0)] for name, schedule in LR_SCHEDULES.items()}
     assert values["constant"] == [1.0, 1.0, 1.0]
     assert values["linear"] == pytest.approx([1.0, 0.55, 0.1], rel=1e-12)

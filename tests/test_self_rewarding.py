@@ -6,7 +6,7 @@ Self-Rewarding: points and pairs by hand, what a step is made of, snapshots, gol
 import math
 
 import pytest
-from test_dpo import are_equal, random_play, weights_of
+from test_dpo import are_equal, drawn_by, random_play, weights_of, writing
 from test_ttrl import assert_gold_answers_change_nothing
 
 from nanochat import recipes
@@ -68,25 +68,15 @@ def judging(*flags: str, step: int = 0):
     second is right three times and the fourth never, of the others they cannot be read."""
     t = random_play("self_rewarding", *FLAGS, *flags)
     t.steps["generator"] = t.state.step = step
-    t.asked = []
-
-    def verify(draw, solutions, num=None, *, role="", **more):
-        num, role = num or t.draws[draw].num_samples, role or t.draws[draw].role
-        t.asked.append((role, solutions, num, draw))
-        prompts = [prompt for prompt in t.verify_prompts(solutions) for _ in range(num)]
-        said = [("", "=T", "", "=F")[n % G] for n in range(len(solutions)) for _ in range(num)]
-        return t.written(role, prompts, said).with_prompts(prompts)
-
-    t.verify = verify
-    return t
+    return writing(t, {"verdicts": [text for text in ("", "=T", "", "=F") for _ in range(K)]})
 
 
 def test_the_snapshot_writes_and_judges_and_the_generator_learns_its_order(base):
     t = judging("--points", "verdict")
-    update, = self_rewarding.play(t)
-    (role, solutions, num, label), = t.asked
-    assert (role, num, label) == ("snapshot", K, "verdicts") and len(solutions) == 3 * G
-    (rollouts, advantages), = update.parts
+    drawn, (update,) = drawn_by(t), self_rewarding.play(t)
+    solutions, ((rollouts, advantages),) = drawn["candidates"], update.parts
+    assert len(solutions) == 3 * G and len(drawn["verdicts"]) == 3 * G * K
+    assert {t.draws[draw].role for draw in drawn} == {"snapshot"}
     best, worst = solutions.texts[1::G], solutions.texts[3::G]
     assert rollouts.texts == best + worst and update.role == "generator"
     told_apart = [w != l for w, l in zip(best, worst, strict=True)]

@@ -140,7 +140,7 @@ def test_an_older_question_takes_the_place_of_a_filtered_one_until_the_pool_is_e
         update, = ssp.play(t)
         assert len(t.asked["solutions"]) == asked and update.parts[0][0].columns["solved"] == [0.5, None]
         assert len(t.memory["pool"]) == (3 if step == 1 else 1)
-        assert {problem.index for problem in t.asked["solutions"][2:]} <= {77, 78}
+        assert {prompt.problem.index for prompt in t.asked["solutions"][2:]} <= {77, 78}
 
 
 def test_without_the_filter_what_nobody_can_answer_pays_most(base):
@@ -148,7 +148,7 @@ def test_without_the_filter_what_nobody_can_answer_pays_most(base):
     t = play_with(good_and_bad, ["=3"], "--no-filter")
     update, = ssp.play(t)
     proposals = update.parts[0][0]
-    assert [problem.answer for problem in t.asked["solutions"]] == ["3", "3", "5", "5"]
+    assert [prompt.problem.answer for prompt in t.asked["solutions"]] == ["3", "3", "5", "5"]
     assert proposals.columns["reward"] == [0, 1] and proposals.columns["refused"] == ["", ""]
     assert t.metrics["gen/proposals/unsolvable"] == 0.5 and t.memory["pool"] == []
 

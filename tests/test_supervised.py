@@ -5,14 +5,13 @@ learned from which label, and what is refused.
     python -m pytest tests/test_supervised.py -q
 """
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TASK_FLAGS, parse, rl_flags, write_labelled
-from test_dpo import assert_refused, random_model
-from test_log_odds import assert_update_is, play_of, true_log_odds
+from conftest import TASK_FLAGS, parse, rl_flags
+from test_dpo import (assert_close, assert_refused, gradient_of, log_likelihoods, moved_by, random_play, token_logprobs,
+                      verdict_odds)
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from nanochat.common import BadInput
@@ -21,43 +20,23 @@ from nanochat.recipes.verifiers import genprm, genrm
 from nanochat.rl.records.prompts import Verification
 from nanochat.rl.verify import spots
 from nanochat.rl.verify.labelled import Labelled, as_rollouts, labelled_of_step
-from nanochat.tokenizer import Tokenizer
+from nanochat.storage.files import path_of
 from scripts import tango_rl
-from tasks import make_task
 from tasks.formats import COMPACT
 
-BYTES = Tokenizer.train(iter([]), 265)
-T, F = BYTES.encode("TF")
 
-
-def play_on_labels(folder, recipe: str, *flags: str, num: int = 8):
-    """A run of one role with a recipe's flags, on a file of `num` labelled solutions."""
-    path = folder / "labels.jsonl"
-    args = parse(tango_rl, ["--recipe", recipe, "--labels", str(path), "--chain-modulus", "3", "--chain-max-steps", "2",
-                            "--examples-per-step", "6", "--num-samples", "2", *flags])
-    task = make_task(args)
-    write_labelled(path, task, num)
-    t = play_of(random_model())
-    t.sampler.task, t.sampler.tokenizer = task, BYTES
-    args.micro_batch_tokens, args.max_grad_norm = 60, 0.0
-    t.args = args
+def play_on_labels(recipe: str, *flags: str, num: int = 8):
+    """A step of random models on a file of `num` labelled solutions; see test_dpo."""
+    path = Path(path_of("labels.jsonl"))
+    path.write_text("".join(path.read_text().splitlines(True)[:num]))
+    t = random_play(recipe, "--labels", str(path), "--examples-per-step", "6", "--num-samples", "2", *flags)
+    del t.task.check  # the task's own
     return t
 
 
-@pytest.fixture
-def labelled_play(tmp_path):
-    """(recipe, flags) -> a run of one role with that recipe's flags, on a file of labelled solutions."""
-    return partial(play_on_labels, tmp_path)
-
-
 def after_steps(text: str) -> list[int]:
-    """The positions after the steps of a text of single-byte tokens."""
+    """The positions after the steps of a text, whose tokens are bytes."""
     return [end for _, end in COMPACT.step_spans(text)]
-
-
-def log_likelihood(model, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    logits = model.head(model.trunk(torch.tensor([prompt + completion]))[0, len(prompt) - 1: -1])
-    return torch.log_softmax(logits.double(), dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
 def learned(t, recipe, known: bool = True) -> tuple:
@@ -67,21 +46,22 @@ def learned(t, recipe, known: bool = True) -> tuple:
     return update, rows
 
 
-def check_update(t, update, loss) -> None:
-    assert update.aggregation == "rollout" and update.loss.name == "reinforce"
-    assert_update_is(t.roles["verifier"].model, update.parts, loss)
+def check_update(t, update, loss, role: str = "verifier") -> None:
+    """That an update takes the gradient of a loss."""
+    assert (update.role, update.aggregation, update.loss.name) == (role, "rollout", "reinforce")
+    expected = gradient_of(loss, t.roles[role].model)
+    assert_close(moved_by(t, update, role), expected, 1e-5)
 
 
 # Updates
 
 @pytest.mark.parametrize("places, loss", [("end", "bce"), ("tokens", "bce"), ("end", "squared")])
-def test_an_orm_learns_the_outcome_where_it_is_asked(labelled_play, places, loss):
-    t = labelled_play("orm", "--orm-places", places, "--orm-loss", loss, "--examples-per-step", "8")
+def test_an_orm_learns_the_outcome_where_it_is_asked(base, places, loss):
+    t = play_on_labels("orm", "--orm-places", places, "--orm-loss", loss, "--examples-per-step", "8")
     update, rows = learned(t, orm)
     assert len(rows) == len(update.parts[0][0]) == 7  # the eighth has no outcome
     losses = []
-    for n, row in enumerate(rows):
-        s = true_log_odds(t.roles["verifier"].model, update.parts[0][0], n)
+    for row, s in zip(rows, verdict_odds(t, "verifier", update.parts[0][0]), strict=True):
         s = s if places == "tokens" else s[-1:]
         y = torch.full_like(s, float(row.outcome))
         losses += list(binary_cross_entropy_with_logits(s, y, reduction="none") if loss == "bce"
@@ -90,36 +70,40 @@ def test_an_orm_learns_the_outcome_where_it_is_asked(labelled_play, places, loss
     check_update(t, update, sum(losses) / len(losses))
 
 
-def test_an_orm_goes_on_to_model_right_solutions(labelled_play):
-    t = labelled_play("orm", "--lm-coef", "0.5")
+def test_an_orm_goes_on_to_model_right_solutions(base):
+    t = play_on_labels("orm", "--lm-coef", "0.5")
     update, rows = learned(t, orm)
-    model, rollouts = t.roles["verifier"].model, update.parts[0][0]
-    scores = [true_log_odds(model, rollouts, n)[-1] * (1 if row.outcome else -1) for n, row in enumerate(rows)]
-    right = torch.cat([log_likelihood(model, rollouts.prompt_of()[n].ids, rollouts.completions()[n])
-                       for n, row in enumerate(rows) if row.outcome])
+    rollouts = update.parts[0][0]
+    odds, found = verdict_odds(t, "verifier", rollouts), token_logprobs(t.roles["verifier"].model, rollouts)
+    scores = [s[-1] * (1 if row.outcome else -1) for row, s in zip(rows, odds, strict=True)]
+    right = torch.cat([logprobs for row, logprobs in zip(rows, found, strict=True) if row.outcome])
     check_update(t, update, -sum(map(logsigmoid, scores)) / len(rows) - 0.5 * right.mean())
 
 
 def check_prm(t, chance) -> None:
     """That a step of a prm takes the gradient of the cross-entropy after each step, against a chance of its label."""
     update, rows = learned(t, prm, known=False)
-    s = torch.cat([true_log_odds(t.roles["verifier"].model, update.parts[0][0], n)[after_steps(row.solution)]
-                   for n, row in enumerate(rows)])
+    odds = verdict_odds(t, "verifier", update.parts[0][0])
+    s = torch.cat([found[after_steps(row.solution)] for row, found in zip(rows, odds, strict=True)])
     labels = torch.tensor([label for row in rows for label in row.labels], dtype=torch.float64)
     assert len(labels.unique()) == 2
     check_update(t, update, binary_cross_entropy_with_logits(s, chance(labels)))
 
 
-def test_a_prm_learns_each_steps_label_after_the_step(labelled_play):
-    check_prm(labelled_play("prm"), lambda labels: labels)
+def test_a_prm_learns_each_steps_label_after_the_step(base):
+    check_prm(play_on_labels("prm"), lambda labels: labels)
 
 
-def test_a_prm_of_progress_learns_labels_from_minus_1_to_1(labelled_play):
-    t = labelled_play("prm", "--prm-labels", "progress")
+def relabelled(t, change) -> None:
+    """Gives each solution of the file change(its labels)."""
     path = Path(t.args.labels)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(line | {"labels": [1.5 * label - 0.75 for label in line["labels"]]}) + "\n"
-                            for line in lines))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row | {"labels": change(row["labels"])}) + "\n" for row in rows))
+
+
+def test_a_prm_of_progress_learns_labels_from_minus_1_to_1(base):
+    t = play_on_labels("prm", "--prm-labels", "progress")
+    relabelled(t, lambda labels: [1.5 * label - 0.75 for label in labels])
     prm.check(t.args, t.task)
     check_prm(t, lambda labels: (1 + labels) / 2)
     t.args.prm_labels = "soft"
@@ -127,50 +111,46 @@ def test_a_prm_of_progress_learns_labels_from_minus_1_to_1(labelled_play):
         prm.check(t.args, t.task)
 
 
-def test_a_prm_learns_nothing_after_the_first_error(labelled_play):
-    t = labelled_play("prm", "--until-first-error")
+def test_a_prm_learns_nothing_after_the_first_error(base):
+    t = play_on_labels("prm", "--until-first-error", "--examples-per-step", "24", num=24)
+    relabelled(t, lambda labels: [0.0, 1.0] if len(labels) > 1 else labels)
     update, rows = learned(t, prm, known=False)
-    first = [row.labels.index(0.0) if 0.0 in row.labels else len(row.labels) for row in rows]
-    wanted = [after_steps(row.solution)[: k + 1] for row, k in zip(rows, first, strict=True)]
-    assert [row.nonzero()[:, 0].tolist() for row in update.parts[0][1]] == wanted
-    assert any(k + 1 < len(row.labels) for row, k in zip(rows, first, strict=True))
+    assert [row.nonzero()[:, 0].tolist() for row in update.parts[0][1]] == [
+        after_steps(row.solution)[:1] for row in rows]
+    assert {len(row.labels) for row in rows} == {1, 2}
 
 
 @pytest.mark.parametrize("coef", ["0", "0.25"])
-def test_a_genrm_learns_the_verdicts_token_and_may_learn_to_solve(labelled_play, coef):
-    t = labelled_play("genrm", "--solution-coef", coef)
+def test_a_genrm_learns_the_verdicts_token_and_may_learn_to_solve(base, coef):
+    t = play_on_labels("genrm", "--solution-coef", coef)
     update, rows = learned(t, genrm)
-    model, verdicts = t.roles["verifier"].model, update.parts[0][0]
-    fmt, losses, right = t.task.fmt, [], []
-    for n, row in enumerate(rows):
-        prompt = BYTES.render_prompt(fmt.verifier_prompt.format(
-            problem=row.problem.prompt, solution=row.solution, num_steps=len(row.labels)))
-        assert verdicts.prompt_of()[n].ids == prompt
-        losses.append(-log_likelihood(model, prompt, BYTES.encode("=T" if row.outcome else "=F"))[1])
-        if row.outcome:
-            right.append(log_likelihood(model, BYTES.render_prompt(row.problem.prompt),
-                                        [*BYTES.encode(row.solution), BYTES.assistant_end]))
-    check_update(t, update, sum(losses) / len(losses) - float(coef) * torch.cat(right).mean())
+    verdicts, right = update.parts[0][0], [row for row in rows if row.outcome]
+    assert verdicts.texts == ["=T" if row.outcome else "=F" for row in rows]
+    assert [prompt.ids for prompt in verdicts.prompt_of()] == [
+        t.tokenizer.render_prompt(f"{row.problem.prompt}|{row.solution}|{len(row.labels)}") for row in rows]
+    solved = t.written("verifier", t.solve_prompts([row.problem for row in right]), [row.solution for row in right])
+    model = t.roles["verifier"].model
+    loss = -torch.stack([row[1] for row in token_logprobs(model, verdicts)]).mean()
+    check_update(t, update, loss - float(coef) * torch.cat(token_logprobs(model, solved)).mean())
 
 
-def test_a_genprm_learns_the_analyses_whose_verdicts_agree_with_the_labels(labelled_play, monkeypatch, capsys):
-    t = labelled_play("genprm", "--kept-per-solution", "1")
+def test_a_genprm_learns_the_analyses_whose_verdicts_agree_with_the_labels(base, capsys):
+    t = play_on_labels("genprm", "--kept-per-solution", "1")
     rows, mark = labelled_of_step(t), {True: "T", False: "F"}
     gold = ["".join(mark[label > 0] + ";" for label in row.labels) + f"={mark[row.outcome is not False]}"
             for row in rows]
     texts = [text for n, good in enumerate(gold) for text in (["x", good] if n % 2 else [good, good])]
 
-    def verify(t, draw, solutions, copies):
+    def verify(draw, solutions, copies):
         assert (draw, copies) == ("analyses", [row.copy for row in rows])
         prompts = t.verify_prompts(solutions)
         return t.written("verifier", [prompts[n // 2] for n in range(len(texts))], texts)
 
-    monkeypatch.setattr(type(t), "verify", verify)
+    t.verify = verify
     update, = genprm.play(t)
     model, (kept, _) = t.roles["verifier"].model, update.parts[0]
     assert kept.texts == gold
-    likelihoods = [log_likelihood(model, kept.prompt_of()[n].ids, kept.completions()[n]) for n in range(len(gold))]
-    check_update(t, update, -torch.cat(likelihoods).mean())
+    check_update(t, update, -torch.stack(log_likelihoods(model, kept)).sum() / kept.lengths.sum())
     assert t.metrics["ver/kept"] == 6 and t.metrics["ver/reward"] == 0.75
     texts[:] = ["x"] * 12
     t.done.clear()
@@ -207,11 +187,11 @@ def test_of_a_solution_the_first_analyses_that_agree_are_kept():
     assert genprm.kept_rows(agree, 3, 2) == [1, 2, 6, 7]
 
 
-def test_a_verdict_that_has_other_tokens_in_a_text_is_refused_by_name(labelled_play, monkeypatch):
-    t, find = labelled_play("genrm"), spots.spot_of
+def test_a_verdict_that_has_other_tokens_in_a_text_is_refused_by_name(base, monkeypatch):
+    t, find = play_on_labels("genrm"), spots.spot_of
     solutions = as_rollouts(t, "verifier", labelled_of_step(t)[:2])
     monkeypatch.setattr(spots, "spot_of", lambda tokenizer, fmt, tokens, *more: (
-        None if T in tokens else find(tokenizer, fmt, tokens, *more)))
+        None if ord("T") in tokens else find(tokenizer, fmt, tokens, *more)))
     spots.forced_verdicts(t, "verifier", solutions, [False, False])
     with pytest.raises(BadInput, match="format compact: in '=T' this tokenizer writes 'T' in other tokens than by"):
         spots.forced_verdicts(t, "verifier", solutions, [False, True])

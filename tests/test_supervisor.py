@@ -6,40 +6,18 @@ and what is drawn and refused.
 """
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import TASK_FLAGS, parse, rl_flags, write_labelled
-from test_dpo import random_model
-from test_log_odds import assert_update_is, play_of
-from test_supervised import BYTES, after_steps, log_likelihood
+from conftest import TASK_FLAGS, parse, rl_flags
+from test_dpo import logprobs_after
+from test_supervised import after_steps, check_update, play_on_labels, relabelled
 
 from nanochat.common import BadInput
 from nanochat.recipes.verifiers import supervisor
 from nanochat.rl.verify.labelled import as_rollouts, labelled_of_step
 from nanochat.rl.verify.prefixes import answer_logprob
 from scripts import label_steps, tango_rl
-from tasks import make_task
-
-
-@pytest.fixture
-def supervised_play(tmp_path, monkeypatch):
-    """(flags) -> a run of recipe supervisor, which begins from a random model, on a file of labelled solutions."""
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    BYTES.save(str(tmp_path / "tokenizer"))
-
-    def of(*flags: str):
-        path = tmp_path / "labels.jsonl"
-        t, args = play_of(random_model()), parse(tango_rl, [
-            "--recipe", "supervisor", "--labels", str(path), "--chain-modulus", "3", "--chain-min-steps", "1",
-            "--chain-max-steps", "2", "--examples-per-step", "4", *flags])
-        task, args.micro_batch_tokens, args.max_grad_norm = make_task(args), 60, 0.0
-        write_labelled(path, task, 8)
-        t.sampler.task, t.sampler.tokenizer, t.args = task, BYTES, args
-        t.roles, t.draws = {"supervisor": t.roles["verifier"]}, supervisor.draws(args)
-        return t
-    return of
 
 
 def beginnings(row) -> list[str]:
@@ -47,34 +25,34 @@ def beginnings(row) -> list[str]:
     return [row.solution[:end] for end in [0, *after_steps(row.solution)]]
 
 
-def true_nll(model, row, begun: str) -> torch.Tensor:
+def true_nll(t, row, begun: str) -> torch.Tensor:
     """-log p of the gold answer and its end, after the problem, a beginning and "="."""
-    prompt = [*BYTES.render_prompt(row.problem.prompt), *BYTES.encode(begun + "=")]
-    return -log_likelihood(model, prompt, [*BYTES.encode(row.problem.answer), BYTES.assistant_end]).sum()
+    prompt = [*t.tokenizer.render_prompt(row.problem.prompt), *t.tokenizer.encode(begun + "=")]
+    answer = [*t.tokenizer.encode(row.problem.answer), t.tokenizer.assistant_end]
+    return -logprobs_after(t.roles["supervisor"].model, prompt, answer).sum()
 
 
 # The update
 
-def test_a_supervisor_learns_the_answers_tokens_alone(supervised_play):
+def test_a_supervisor_learns_the_answers_tokens_alone(base):
     """With all beginnings: the mean of their answers' losses, whose tokens and no others have a coefficient."""
-    t = supervised_play("--prefixes", "9", "--examples-per-step", "8")
+    t = play_on_labels("supervisor", "--prefixes", "9", "--examples-per-step", "8")
     rows = labelled_of_step(t)
     assert {row.outcome for row in rows} == {True, False, None}  # none is left out, all have the gold answer
     update, = supervisor.play(t)
-    model, ((answers, weights),) = t.roles["supervisor"].model, update.parts
-    losses = [true_nll(model, row, begun) for row in rows for begun in beginnings(row)]
+    (answers, weights), = update.parts
+    losses = [true_nll(t, row, begun) for row in rows for begun in beginnings(row)]
     assert len(answers) == len(losses) == sum(len(row.labels) + 1 for row in rows)
     assert answers.texts == [row.problem.answer for row in rows for _ in beginnings(row)]
     assert torch.equal(weights > 0, answers.mask)
     loss = sum(losses) / len(losses)
     assert t.metrics["sup/nll"] == pytest.approx(loss.item(), rel=1e-5)
-    assert update.aggregation == "rollout" and update.loss.name == "reinforce"
-    assert_update_is(model, update.parts, loss)
+    check_update(t, update, loss, "supervisor")
 
 
-def test_beginnings_are_drawn_anew_in_each_step_and_alike_on_all_ranks(supervised_play):
+def test_beginnings_are_drawn_anew_in_each_step_and_alike_on_all_ranks(base):
     """Of K + 1 beginnings min(N, K + 1), without repetition; every one is drawn at some step."""
-    t = supervised_play("--prefixes", "1")
+    t = play_on_labels("supervisor", "--prefixes", "1")
     rows = labelled_of_step(t)
     cuts = supervisor.cuts_of(t, as_rollouts(t, "supervisor", rows))
     whole = [supervisor.drawn(t, row, cut) for row, cut in zip(rows, cuts, strict=True)]
@@ -95,13 +73,13 @@ def test_beginnings_are_drawn_anew_in_each_step_and_alike_on_all_ranks(supervise
 
 # Gains
 
-def test_what_gains_are_made_of_is_the_likelihood_of_the_answer_and_what_label_steps_finds(supervised_play):
-    t = supervised_play()
+def test_what_gains_are_made_of_is_the_likelihood_of_the_answer_and_what_label_steps_finds(base):
+    t = play_on_labels("supervisor")
     rows, model = labelled_of_step(t), t.roles["supervisor"].model
     cuts = supervisor.cuts_of(t, as_rollouts(t, "supervisor", rows))
     for row, cut in zip(rows, cuts, strict=True):
         asked = [(cut, k) for k in range(len(cut.step_ends) + 1)]
-        by_hand = [-true_nll(model, row, begun).item() for begun in beginnings(row)]
+        by_hand = [-true_nll(t, row, begun).item() for begun in beginnings(row)]
         assert supervisor.answer_logprobs(t, supervisor.gold_answers(t, asked)) == pytest.approx(by_hand, rel=1e-5)
         theirs = [found.value for found in answer_logprob(asked, model, t.sampler, 1, 1)]
         assert theirs == pytest.approx(by_hand, rel=1e-5)
@@ -123,12 +101,10 @@ def test_scores_of_gains_by_hand():
 
 # Runs and refusals
 
-def test_labels_of_any_kind_will_do_but_there_must_be_a_file(supervised_play):
+def test_labels_of_any_kind_will_do_but_there_must_be_a_file(base):
     """Information gains are no chances, and are not read."""
-    t = supervised_play()
-    path = Path(t.args.labels)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps({**row, "labels": [-7.5] * len(row["labels"])}) + "\n" for row in rows))
+    t = play_on_labels("supervisor")
+    relabelled(t, lambda labels: [-7.5] * len(labels))
     supervisor.check(t.args, t.task)
     t.args.labels = ""
     with pytest.raises(BadInput, match="--labels: name the labelled solutions"):

@@ -1,8 +1,5 @@
-"""
-The trainer end to end on a tiny pair: what a run leaves, resume, signals, ranks, recipes.
-
-    python -m pytest tests/test_tango_rl.py
-"""
+"""The trainer end to end on a tiny pair: what a run leaves, resume, signals, ranks, few gold answers."""
+import itertools
 import json
 import os
 import re
@@ -15,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags, scripts_on_two_ranks
+from conftest import RL_FLAGS, TASK_FLAGS, parse, scripts_on_two_ranks, train
 from test_dpo import random_play, weights_of
 
 from nanochat.checkpoint import list_steps, saved_steps
@@ -40,10 +37,6 @@ EVERY = ["--run", "r", "--save-every", "1", "--eval-every", "2"]
 AT_THE_END = ["--run", "r", "--save-every", "0", "--eval-every", "2"]
 
 
-def train(*flags: str) -> None:
-    tango_rl.main(parse(tango_rl, rl_flags(*flags)))
-
-
 def records(base, run: str, name: str = "metrics.jsonl") -> list[dict]:
     """A run's log without its timings; no rollouts where no step had an update."""
     path = base / "runs" / run / name
@@ -52,7 +45,6 @@ def records(base, run: str, name: str = "metrics.jsonl") -> list[dict]:
 
 
 def weights(base, run: str, step: int) -> dict:
-    """All tensors of a run's set of a step: both models and both optimizers."""
     tensors = {}
     for role in ("gen", "ver"):
         load = lambda name, role=role: torch.load(base / "chatrl_checkpoints" / f"{run}-{role}" / name,
@@ -64,7 +56,6 @@ def weights(base, run: str, step: int) -> dict:
 
 
 def copy_run(base, name: str, copy: str) -> None:
-    """A run under another name, with all of its sets, as if it had been started under it."""
     shutil.copytree(base / "runs" / name, base / "runs" / copy)
     for folder in (base / "chatrl_checkpoints").glob(f"{name}-*"):
         shutil.copytree(folder, base / "chatrl_checkpoints" / folder.name.replace(f"{name}-", f"{copy}-", 1))
@@ -83,7 +74,6 @@ def summary_of(base) -> dict:
 
 
 def assert_same_run(a, b) -> None:
-    """Runs r of two base directories came to the same."""
     assert_same_weights(weights(a, "r", 7), weights(b, "r", 7))
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         assert records(a, "r", name) == records(b, "r", name)
@@ -149,8 +139,7 @@ def test_a_run_leaves_what_it_promises(straight):
 
 @pytest.mark.parametrize("step", [1, 3, 4, 5])
 def test_resume_continues_bit_for_bit(straight, straight_copy, step):
-    """From within the warm-up (1), a generator phase (3), before a verifier phase (4) and after one (5). An evaluation
-    comes right after 4 and is just over at 3 and 5."""
+    """Within the warm-up, a generator phase, before a verifier phase and an evaluation, after both."""
     train(*EVERY, "--resume-from-step", str(step))
     assert_same_run(straight, straight_copy)
 
@@ -196,9 +185,8 @@ def test_what_a_continued_run_changes_is_written_down(straight_copy):
     after = json.loads(path.read_text())
     assert after["args"]["num_steps"] == 5 and (before["args"]["eval_every"], after["args"]["eval_every"]) == (2, 0)
     changed = {"num_steps": [4, 5], "save_every": [1, after["args"]["save_every"]], "eval_every": [2, 0]}
-    assert after["resumed"] == [{"step": 7, "changed": changed}]
-    assert {name: value for name, value in after.items() if name not in ("args", "resumed")} == {
-        name: value for name, value in before.items() if name != "args"}
+    assert after.pop("resumed") == [{"step": 7, "changed": changed}]
+    assert after | {"args": 0} == before | {"args": 0}
 
 
 def test_a_finished_run_that_is_stopped_in_its_evaluation_stays_finished_but_not_in_a_step(straight_copy, monkeypatch):
@@ -214,14 +202,9 @@ def test_a_finished_run_that_is_stopped_in_its_evaluation_stays_finished_but_not
 
 def interrupt_at(monkeypatch, owner, name: str, call: int) -> None:
     """Makes this process receive SIGTERM when owner.name is called for the `call`-th time."""
-    original, calls = getattr(owner, name), []
-
-    def interrupted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == call:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(*args, **kwargs)
-    monkeypatch.setattr(owner, name, interrupted)
+    original, calls = getattr(owner, name), itertools.count(1)
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: (
+        next(calls) == call and os.kill(os.getpid(), signal.SIGTERM), original(*args, **kwargs))[1])
 
 
 @pytest.mark.parametrize("owner, name, call, flags, saved", [
@@ -234,8 +217,7 @@ def interrupt_at(monkeypatch, owner, name: str, call: int) -> None:
     (state, "save_model", 4, ["--save-every", "2", "--eval-every", "2"], [[2, 4], [2, 4, 5]]),  # in the save of step 4
     (tango_rl, "held_out", 1, AT_THE_END, [[7]])])     # in the last evaluation
 def test_sigterm_saves_one_set_and_the_next_run_goes_on(base, straight, monkeypatch, owner, name, call, flags, saved):
-    """The evaluation at the start has the first three calls of verify. A save ends, in which the next step may make its
-    update."""
+    """The evaluation at the start has the first three calls of verify. A save ends."""
     with monkeypatch.context() as patch:
         interrupt_at(patch, owner, name, call)
         with pytest.raises(StopRequested, match="--resume-from-step auto"):
@@ -248,7 +230,6 @@ def test_sigterm_saves_one_set_and_the_next_run_goes_on(base, straight, monkeypa
 
 
 def test_sigterm_before_the_run_is_open_ends_the_process_and_leaves_nothing(base):
-    """Nothing is lost then, and the default of the signal stands."""
     code = ("import os, signal; from conftest import *; from nanochat.rl.run import prepare; "
             "from scripts import tango_rl; "
             "prepare.load_roles = lambda *args: os.kill(os.getpid(), signal.SIGTERM); "
@@ -272,7 +253,7 @@ def test_two_ranks_draw_the_rollouts_of_one_and_take_its_steps(base, straight):
         prefix = "gen" if a["role"] == "generator" else "ver"
         for name in ("reward", "reward_std", "completions/mean_length", "loss", "grad_norm"):
             assert a[f"{prefix}/{name}"] == pytest.approx(b[f"{prefix}/{name}"], rel=1e-3, abs=1e-5), (a["step"], name)
-    # AdamW's first step is the sign of the gradient: compare its first moments, a tenth of the gradients
+    # AdamW's first moments are a tenth of the gradients
     a, b = ({k: t for k, t in weights(folder, "r", 4).items() if k.endswith("exp_avg")} for folder in (straight, base))
     assert len(a) > 20
     for name in a:
@@ -280,11 +261,8 @@ def test_two_ranks_draw_the_rollouts_of_one_and_take_its_steps(base, straight):
 
 
 def test_what_is_not_the_run_that_was_saved_is_refused_and_stays(straight_copy, monkeypatch):
-    """Another process at work on it, or until just now; other problems; models of another step, role or shape; missing
-    files; another name; and models whose run was tidied away."""
     runs, models, before = straight_copy / "runs", straight_copy / "chatrl_checkpoints", records(straight_copy, "r")
     load_roles, problem, flags = prepare.load_roles, Chain.problem, [*EVERY, "--resume-from-step", "3"]
-
     def refused(words: str, *flags: str) -> None:
         with pytest.raises(BadInput, match=words):
             train(*flags)
@@ -347,8 +325,7 @@ SHORT = ["--save-every", "1", "--warmup-steps", "2", "--generator-steps", "1", "
 @pytest.mark.parametrize("head, optimizer, num_shared", [("frozen", "", 1), ("trunk", "shared", 2), ("trunk", "own", 1),
                                                          ("prompt", "shared", 2), ("prompt", "own", 2)])
 def test_a_shared_trunk_is_one_and_resumes(base, head, optimizer, num_shared):
-    """The shared blocks are the same in both roles' files, and have moved in the warm-up where the verifier trains
-    them; a continued run equals a straight one."""
+    """The shared blocks are one, and have moved in the warm-up where the verifier trains them."""
     if head == "frozen":
         shutil.rmtree(base / "chatsft_checkpoints" / "tiny-ver")
         chat_sft.main(parse(chat_sft, [
@@ -414,7 +391,6 @@ def test_variants_run_and_keep_past_solutions_only_where_they_are_used(base, fla
 
 
 def test_outcome_verifier_rewards_the_final_verdict_and_no_step(base):
-    """At alpha 1 an advantage is the verdict against those of the group: one number per rollout."""
     train(*AT_THE_END, "--recipe", "outcome_verifier", "--alpha-start", "1", "--alpha-end", "1", "--log-rollouts", "8",
           "--warmup-steps", "0", "--num-steps", "2")
     rollouts = [r for r in records(base, "r", "rollouts.jsonl") if r["role"] == "generator"]
@@ -425,12 +401,9 @@ def test_outcome_verifier_rewards_the_final_verdict_and_no_step(base):
                 else r["advantages"][0] <= 0 if r["verdict"] is False else r["advantages"][0] == 0)
 
 
-# Few gold answers, and a verifier that passes too much
-
 def solved_problems(monkeypatch) -> list[tuple[str, list[int]]]:
     """(draw, indices of the problems) of everything that is solved in steps from here on."""
     solved, solve = [], Play.solve
-
     def noted(self, draw, problems, *args, **flags):
         if not self.evaluating:
             solved.append((draw, [p.index for p in problems]))
@@ -440,8 +413,7 @@ def solved_problems(monkeypatch) -> list[tuple[str, list[int]]]:
 
 
 def test_labelled_problems_come_again_and_their_outcomes_alone_are_told():
-    """Of 7 problems 3 are labelled, and the 4 others come in turn: one in two drawn is labelled, or all are, or one in
-    four."""
+    """Of 7 problems 3 are labelled: one in two that are drawn, or one in four, or all. The others come in turn."""
     task = SimpleNamespace(num_problems=lambda split: 7, check=lambda problem, text: text == problem.answer, name="x")
     order = lambda share, **which: [FewLabels(task, 3, share, 3).index_of(i, **which) for i in range(10)]
     assert order(0.5) == [0, 3, 1, 4, 2, 5, 0, 6, 1, 3] and order(0.25) == [0, 3, 4, 5, 1, 6, 3, 4, 2, 5]
@@ -459,8 +431,7 @@ def test_labelled_problems_come_again_and_their_outcomes_alone_are_told():
 
 
 def test_with_few_labelled_problems_half_of_a_batch_has_no_outcome(base, monkeypatch):
-    """Every second problem of a generator step has index 6 or more and no outcome, and never comes again; a verifier
-    step judges labelled ones alone, which do."""
+    """Every second problem of a generator step has index 6 or more; a verifier step judges labelled ones alone."""
     solved = solved_problems(monkeypatch)
     train(*AT_THE_END, "--num-labelled", "6")
     drawn = {draw: [i for name, places in solved if name == draw for i in places] for draw in ("solutions", "judged")}
@@ -475,7 +446,6 @@ def test_with_few_labelled_problems_half_of_a_batch_has_no_outcome(base, monkeyp
 
 
 def test_a_start_that_was_not_taught_what_it_is_asked_for_is_warned_of(base, capsys):
-    """The pair's generator has learned solutions alone."""
     train("--run", "r", "--recipe", "multi_agent_evolve", "--dry-run")
     out = capsys.readouterr().out
     assert "WARNING: the SFT of tiny had no verifications (chat_sft --role both)" in out
@@ -490,8 +460,7 @@ def test_a_start_that_was_not_taught_what_it_is_asked_for_is_warned_of(base, cap
 
 @pytest.mark.parametrize("earn", ["steps", "verdict"])
 def test_no_gold_answer_of_an_unlabelled_problem_enters_an_update(base, earn):
-    """A check that finds all of them right, or wrong, gives the same weights; one of labelled ones gives others, and so
-    do other rewards of steps."""
+    """A check that finds all of them right, or wrong, gives the same weights; one of labelled ones gives others."""
     def moved(labelled: bool, others: bool, kind: str = "posterior") -> dict[str, torch.Tensor]:
         t = random_play("tango", "--verifier-max-new-tokens", "36", "--step-rewards", kind)
         t.task.check = lambda problem, text: len(text) % 2 == 0 if problem.index < 4 and labelled else others
@@ -508,7 +477,6 @@ def test_no_gold_answer_of_an_unlabelled_problem_enters_an_update(base, earn):
         assert t.metrics["gen/unlabelled/verdict_accuracy"] == pytest.approx(hidden.count(others) / len(hidden))
         apply_update(t, update)
         return weights_of(t.roles["generator"].model)
-
     plain, same, *other = moved(True, True), moved(True, False), moved(False, True), moved(True, True, "verdicts")
     assert all(torch.equal(plain[name], same[name]) for name in plain)
     differ = [any(not torch.equal(plain[name], weights[name]) for name in plain) for weights in other]
@@ -516,7 +484,6 @@ def test_no_gold_answer_of_an_unlabelled_problem_enters_an_update(base, earn):
 
 
 def test_a_lenient_verifier_is_told_of(straight):
-    """The moving average of the wrong steps that pass, by hand, or of wrong solutions where steps have no labels."""
     log, average = [r for r in records(straight, "r") if r["role"] == "generator"], None
     for record in log:
         now = record["gen/verdicts/wrong_steps_passed"]
@@ -533,8 +500,6 @@ def test_a_lenient_verifier_is_told_of(straight):
         assert [values["wrong_passed"] for values in told] == pytest.approx([0.2, 0.2, 0.36])
         assert [values["lenient"] for values in told] == [False, False, True]
 
-
-# Step rewards given outcomes
 
 @pytest.mark.parametrize("has_answer", [True, False])
 def test_a_solution_without_an_answer_says_nothing_of_its_steps(monkeypatch, has_answer):
@@ -559,12 +524,10 @@ def test_a_solution_without_an_answer_says_nothing_of_its_steps(monkeypatch, has
 
 def test_solutions_that_are_alike_are_verified_once(base, monkeypatch):
     flags, seen, verify = ["--num-steps", "1", "--warmup-steps", "0", "--temperature", "0.4"], [], tango.written
-
     def watched(t, solutions):
         judged = verify(t, solutions)
         seen.append((list(zip(solutions.group_id.tolist(), solutions.texts, strict=True)), judged.verifications))
         return judged
-
     monkeypatch.setattr(tango, "written", watched)
     train("--run", "all", *flags, "--num-samples", "8", "--no-verify-distinct")
     train("--run", "one", *flags, "--num-samples", "8")

@@ -1,8 +1,4 @@
-"""
---log-theory: update sparsity and pass@k by hand, what a run logs, a continued run, and a run without it.
-
-    python -m pytest tests/test_theory.py -q
-"""
+"""--log-theory: update sparsity and pass@k by hand, what a run logs, a continued run, and a run without it."""
 import json
 from itertools import combinations
 from math import comb
@@ -17,14 +13,11 @@ from nanochat.rl.measure.theory import num_unchanged, sampled, solver_of, theory
 from scripts import tango_rl
 
 
-# By hand
-
 def test_a_weight_within_the_tolerance_is_unchanged():
+    """bf16 has steps of 2^-8 = 3.9e-3 below 1, and of 2^-7 above: -1e-3 and 3e-3 are none. 1.1e-5 stays apart."""
     before = torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0])
     now = before + torch.tensor([0.9e-5, 1.1e-5, 0.0, -1e-3, 3e-3])
-    assert num_unchanged(before, now) == 2
-    # bf16 has steps of 2^-8 = 3.9e-3 below 1, and of 2^-7 above: -1e-3 and 3e-3 are none. 1.1e-5 stays apart.
-    assert num_unchanged(before.bfloat16(), now.bfloat16()) == 4
+    assert num_unchanged(before, now) == 2 and num_unchanged(before.bfloat16(), now.bfloat16()) == 4
 
 
 def test_pass_at_k_is_the_share_of_samples_of_k_that_hold_a_right_one():
@@ -73,8 +66,6 @@ def test_every_problem_is_asked_as_often_and_nothing_is_counted(base):
     assert t.sampled == t.num_drawn == 0
     assert {f"gen/pass_at_{k}_{ending}" for k in (1, 2, 4) for ending in SPLITS.values()} < set(found)
 
-
-# Runs
 
 def log(base, run: str) -> list[dict]:
     lines = (base / "runs" / run / "metrics.jsonl").read_text().splitlines()

@@ -5,17 +5,12 @@ The policy that learns from judged pairs: its differences and its update by hand
 """
 import pytest
 import torch
-from conftest import parse
-from test_dpo import assert_refused, random_model
-from test_log_odds import play_of
-from test_supervised import BYTES
+from test_dpo import assert_refused, random_play, writing
 
 from nanochat.recipes.reward_models import think_rm_policy
 from nanochat.rl.credit.advantages import PRESETS, source_advantages
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.verify.comparing import all_pairs
-from scripts import tango_rl
-from tasks import make_task
 
 
 def test_every_pair_of_a_group_comes_once_and_places_are_shared():
@@ -33,31 +28,17 @@ def test_a_difference_is_the_mean_over_readable_choices_and_0_without_one():
     assert d[3, 4].item() == pytest.approx(2 / 3) and torch.equal(d, -d.T)
 
 
-@pytest.fixture
-def played(monkeypatch):
-    """(texts of three solutions, verifications) -> the advantages of a step, its metrics and the prompts of the
-    judge."""
-    def play(solutions: list[str], texts: list[str], *flags: str):
-        args = parse(tango_rl, ["--recipe", "think_rm_policy", "--num-samples", "3", "--examples-per-step", "1",
-                                "--chain-modulus", "3", *flags])
-        t, asked = play_of(random_model()), []
-        t.args, t.sampler.task, t.sampler.tokenizer = args, make_task(args), BYTES
-        t.roles["generator"] = t.roles["verifier"]
-        prompts = t.solve_prompts([t.task.problem("rl", 0)]) * 3
-
-        def sample(t, draw, prompts, num_samples, role):
-            asked.extend(BYTES.decode(prompt.ids[2:-2]).split("|", 1)[1] for prompt in prompts)
-            return t.written(role, [prompt for prompt in prompts for _ in range(num_samples)], texts)
-        monkeypatch.setattr(type(t), "solve",
-                            lambda *_: t.written("verifier", prompts, solutions).with_prompts(prompts))
-        monkeypatch.setattr(type(t), "check", lambda t, rollouts: [text == "=1" for text in rollouts.texts])
-        monkeypatch.setattr(type(t), "sample", sample)
-        update, = think_rm_policy.play(t)
-        return update.parts[0][1], t.metrics, asked
-    return play
+def played(solutions: list[str], verifications: list[str], *flags: str):
+    """The advantages of a step on three solutions, its metrics, and what the judge is asked."""
+    t = writing(random_play("think_rm_policy", "--num-samples", "3", "--examples-per-step", "1", *flags),
+                {"solutions": solutions, "verdicts": verifications or [""]})
+    t.task.check = lambda problem, text: text == "=1"
+    update, = think_rm_policy.play(t)
+    asked = [t.tokenizer.decode(prompt.ids[2:-2]).split("|", 1)[1] for prompt in t.asked["verdicts"]]
+    return update.parts[0][1], t.metrics, asked
 
 
-def test_the_policy_learns_the_differences_of_every_pair(played):
+def test_the_policy_learns_the_differences_of_every_pair(base):
     """Rewards 1, 0 and -2, so strengths 1, 3 and 2: what GRPO makes of the rewards."""
     advantages, metrics, asked = played(["=1", "=0", "=2"], ["=A1", "=B3", "=A2"], "--grades", "graded")
     assert asked == ["=1|=0|AS", "=2|=1|AS", "=0|=2|AS"]
@@ -67,7 +48,7 @@ def test_the_policy_learns_the_differences_of_every_pair(played):
     assert (metrics["gen/duels/right_won"], metrics["gen/duels/unread"], metrics["gen/duels/equal"]) == (1, 0, 0)
 
 
-def test_equal_solutions_are_not_judged_and_without_choices_nothing_is_learned(played):
+def test_equal_solutions_are_not_judged_and_without_choices_nothing_is_learned(base):
     advantages, metrics, asked = played(["=1", "=1", "=2"], ["=B", "=A"])  # 2 against 0, 1 against 2
     assert asked == ["=2|=1|A", "=1|=2|A"]
     # sums over 3 of the rows 0 0 1, 0 0 1, -1 -1 0; squares 4 over 2 * 3 * 2

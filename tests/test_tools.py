@@ -1,26 +1,21 @@
-"""
-The calculator in sampling and in RL: its tokens are forced, recorded, and never trained.
-
-    python -m pytest tests/test_tools.py -q
-"""
+"""The calculator in sampling and in RL: its tokens are forced, recorded, and never trained."""
 import json
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import parse, random_model, rl_flags
+from conftest import random_model, train
 from test_engine import emulate
+from test_trainer import gradient, gradient_of, token_logprobs
 
 from nanochat.calculator import Calculator
 from nanochat.engine import generate, row_key
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.learn.packing import pack, token_weights
-from nanochat.rl.learn.roles import Role
-from nanochat.rl.learn.trainer import score, update
+from nanochat.rl.learn.trainer import score
 from nanochat.rl.records.prompts import Prompt
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.tokenizer import Tokenizer
-from scripts import tango_rl
 
 TOKENIZER = Tokenizer.train(iter([]), 265)
 PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END = (
@@ -35,10 +30,8 @@ def model_of(seed=0):
 
 class Script:
     """A tool that makes each row say its lines: {row: {position: token}}; notes what it is told."""
-
     def __init__(self, lines):
         self.lines, self.heard, self.position = lines, [], {}
-
     def __call__(self, rows, tokens):
         due = {}
         for row, token in zip(rows, tokens, strict=True):
@@ -55,62 +48,57 @@ def sample(model, tool=None, prompts=((1, 2, 3), (4,)), num_samples=2, new=12, s
                     keys=keys, tool=tool, **options)
 
 
+def rollouts_of(model, tool) -> Rollouts:
+    out = sample(model, tool)
+    return Rollouts([Prompt([1, 2, 3]), Prompt([4])], torch.tensor([0, 0, 1, 1]), out.tokens, out.logprobs,
+                    out.lengths, out.stopped, out.forced)
+
+
 @torch.no_grad()
 def test_a_forced_token_stands_where_the_tool_put_it_and_the_row_goes_on_from_it():
-    model = model_of()
-    out = sample(model, Script({1: {3: 77, 4: 78}, 2: {1: 9}}))
-    expected = torch.zeros(4, 12, dtype=torch.bool)
+    """Sampled tokens have the logprobs of a full forward over all that stands before them, forced or not."""
+    model, expected = model_of(), torch.zeros(4, 12, dtype=torch.bool)
+    out = rollouts_of(model, Script({1: {3: 77, 4: 78}, 2: {1: 9}}))
     expected[1, 3] = expected[1, 4] = expected[2, 1] = True
     assert torch.equal(out.forced, expected) and out.tokens[1, 3:5].tolist() == [77, 78] and out.tokens[2, 1] == 9
-    assert (out.logprobs[out.forced] == 0).all()
-    prompts = [[1, 2, 3]] * 2 + [[4]] * 2
-    # sampled tokens have the logprobs of a full forward over all that stands before them, forced or not
-    for row, prompt in enumerate(prompts):
-        ids = torch.tensor([prompt + out.tokens[row].tolist()])
-        logprobs = torch.log_softmax(model(ids[:, :-1])[0], dim=-1).gather(1, ids[0, 1:, None])[len(prompt) - 1:, 0]
-        torch.testing.assert_close(out.logprobs[row][~out.forced[row]], logprobs[~out.forced[row]], rtol=1e-4,
-                                   atol=1e-4)
+    assert (out.sampler_logprobs[out.forced] == 0).all()
+    logprobs = torch.stack([token_logprobs(model, out, row) for row in range(4)])
+    torch.testing.assert_close(out.sampler_logprobs[~expected], logprobs[~expected], rtol=1e-4, atol=1e-4)
 
 
-def test_a_silent_tool_changes_nothing():
+def test_a_silent_tool_changes_nothing_and_without_one_nothing_is_masked():
     with_tool, without = sample(model_of(), Script({})), sample(model_of())
     assert torch.equal(with_tool.tokens, without.tokens) and torch.equal(with_tool.logprobs, without.logprobs)
     assert not with_tool.forced.any() and without.forced is None
+    rollouts = rollouts_of(model_of(), Script({}))
+    plain = replace(rollouts, forced=None)
+    batches = [pack(r, torch.ones(4, 12), torch.ones(4), 10 ** 6, False) for r in (rollouts, plain)]
+    assert all(torch.equal(a.mask, b.mask) and torch.equal(a.index, b.index) for a, b in zip(*batches, strict=True))
+    assert plain.num_trained().tolist() == rollouts.num_trained().tolist() == [12] * 4
 
 
 def test_the_tool_hears_every_token_of_every_row_until_it_ends():
-    model = model_of()
+    """The last token of all is for nobody: there is none to force after it."""
     tool = Script({})
-    out = sample(model, tool, prompts=[(1, 2, 3), (4,), (7, 8)], num_samples=8, new=40, stop=range(0, 40))
+    out = sample(model_of(), tool, prompts=[(1, 2, 3), (4,), (7, 8)], num_samples=8, new=40, stop=range(0, 40))
     assert out.stopped.any()
     for row in range(24):
-        heard = [token for r, token in tool.heard if r == row]
         said = out.tokens[row, : out.lengths[row]].tolist()
-        # The last token of all is for nobody: there is none to force after it.
-        assert heard == (said[:-1] if out.stopped[row] or len(said) == 40 else said)
+        assert ([token for r, token in tool.heard if r == row]
+                == (said[:-1] if out.stopped[row] or len(said) == 40 else said))
 
 
 def test_a_stop_token_that_was_drawn_where_another_is_forced_does_not_end_the_row():
-    model = model_of()
-    plain = sample(model)
-    drawn = plain.tokens[0, 1].item()  # row 0 would draw this at position 1
-    out = sample(model, Script({0: {1: 77}}), stop=[drawn])
-    first = [t for t in plain.tokens[0].tolist()].index(drawn)
-    assert first == 1 and out.tokens[0, 1] == 77 and out.lengths[0] > 2
-
-
-def test_rows_of_other_batches_are_told_apart():
-    sampled = [sample(model_of(), Script({3: {2: 50}, 0: {5: 51}}), max_rows=max_rows) for max_rows in (1024, 1, 3)]
-    for out in sampled:
-        assert torch.equal(out.tokens, sampled[0].tokens) and out.forced.nonzero().tolist() == [[0, 5], [3, 2]]
+    plain = sample(model_of()).tokens[0].tolist()
+    assert plain.index(plain[1]) == 1  # row 0 would draw this at position 1
+    out = sample(model_of(), Script({0: {1: 77}}), stop=[plain[1]])
+    assert out.tokens[0, 1] == 77 and out.lengths[0] > 2
 
 
 class Calls:
     """Makes each row write CALL from a position of its own on; the rest is the calculator's."""
-
     def __init__(self):
         self.calculator, self.position = Calculator(TOKENIZER), {}
-
     def __call__(self, rows, tokens):
         for row in rows:
             self.position[row] = self.position.get(row, 0) + 1
@@ -138,13 +126,10 @@ def test_rows_that_refill_places_have_the_calculator_too(max_rows):
 @pytest.mark.parametrize("max_rows", [3, 1024])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_rows_wait_for_a_tool_where_it_says_that_it_acts(monkeypatch, graphs, max_rows):
-    """They come to the same tokens, and change no other row."""
     class Doubles:
         """Puts two tokens after each of 100 .. 119."""
-
         def __init__(self):
             self.rest = {}  # row -> its second token
-
         def __call__(self, rows, tokens):
             due = {}
             for row, token in zip(rows, tokens, strict=True):
@@ -153,7 +138,6 @@ def test_rows_wait_for_a_tool_where_it_says_that_it_acts(monkeypatch, graphs, ma
                 elif self.rest.get(row):
                     due[row] = self.rest.pop(row)
             return due
-
     options = dict(prompts=[(1, 2, 3), (4,), (7, 8)], num_samples=8, new=25, stop=range(0, 20))
     always, tool = Doubles(), Doubles()
     whole = sample(model_of(), always, **options)
@@ -169,14 +153,6 @@ def test_rows_wait_for_a_tool_where_it_says_that_it_acts(monkeypatch, graphs, ma
         for t in range(length - 2):
             if tokens[t] in range(100, 120):
                 assert tokens[t + 1: t + 3] == [tokens[t] + 50, tokens[t] + 71] and all(forced[t + 1: t + 3])
-
-
-# In RL
-
-def rollouts_of(model, tool) -> Rollouts:
-    out = sample(model, tool)
-    return Rollouts([Prompt([1, 2, 3]), Prompt([4])], torch.tensor([0, 0, 1, 1]), out.tokens, out.logprobs,
-                    out.lengths, out.stopped, out.forced)
 
 
 LINES = {0: {2: 50, 3: 51}, 1: {1: 60}, 3: {11: 61}}  # row 3's last token
@@ -199,50 +175,20 @@ def test_forced_tokens_are_neither_trained_nor_counted():
 
 def test_the_gradient_is_that_of_the_sampled_tokens_alone():
     """Against autograd over plain forwards, each rollout averaged, then all."""
-    advantages = torch.linspace(-1, 1, 48).view(4, 12)
-    model = model_of()
+    advantages, model = torch.linspace(-1, 1, 48).view(4, 12), model_of()
     rollouts = rollouts_of(model, Script(LINES))
-    total = 0.0
-    for row, prompt in enumerate([[1, 2, 3]] * 2 + [[4]] * 2):
-        ids = torch.tensor([prompt + rollouts.tokens[row].tolist()])
-        logprobs = torch.log_softmax(model(ids[:, :-1])[0], dim=-1).gather(1, ids[0, 1:, None])[len(prompt) - 1:, 0]
-        kept = ~rollouts.forced[row]
-        total = total - (advantages[row] * logprobs)[kept].sum() / kept.sum() / 4
-    total.backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    grads = []
-    role = Role("generator", model, list(model.parameters()), Keep(model, grads))
+    kept = ~rollouts.forced
+    total = -sum((advantages[n] * token_logprobs(model, rollouts, n))[kept[n]].mean() for n in range(4)) / 4
     weights = token_weights(rollouts.num_trained(), "sequence", 12, lambda x: x)
-    update(role, pack(rollouts, advantages, weights, 40, False), PolicyLoss("reinforce"), lr=0.0, max_grad_norm=0,
-           temperature=1.0, device=torch.device("cpu"))
-    for got, wanted in zip(grads, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-5)
-
-
-class Keep(torch.optim.SGD):
-    """An optimizer that keeps the gradients it is stepped with."""
-
-    def __init__(self, model, grads):
-        super().__init__(model.parameters(), lr=0.0)
-        self.grads = grads
-
-    def step(self):
-        self.grads += [p.grad.clone() for group in self.param_groups for p in group["params"]]
-
-
-def test_without_a_tool_nothing_is_masked():
-    rollouts = rollouts_of(model_of(), Script({}))
-    plain = replace(rollouts, forced=None)
-    batches = [pack(r, torch.ones(4, 12), torch.ones(4), 10 ** 6, False) for r in (rollouts, plain)]
-    assert all(torch.equal(a.mask, b.mask) and torch.equal(a.index, b.index) for a, b in zip(*batches, strict=True))
-    assert plain.num_trained().tolist() == rollouts.num_trained().tolist() == [12] * 4
+    grads, _ = gradient(pack(rollouts, advantages, weights, 40, False), model, PolicyLoss("reinforce"))
+    for name, wanted in gradient_of(total, model).items():
+        torch.testing.assert_close(grads[name], wanted, rtol=1e-3, atol=1e-5)
 
 
 def test_rl_with_the_calculator_runs_and_sampler_and_trainer_agree(base):
     """The crafted generator never calls it: the run equals one without, token for token."""
     logs = []
     for name, more in (("with", ["--calculator"]), ("without", [])):
-        tango_rl.main(parse(tango_rl, rl_flags("--run", name, "--recipe", "grpo", "--num-steps", "1", *more)))
+        train("--run", name, "--recipe", "grpo", "--num-steps", "1", *more)
         logs.append(json.loads((base / "runs" / name / "metrics.jsonl").read_text()))
     assert logs[0]["gen/loss"] == logs[1]["gen/loss"] and logs[0]["gen/rollout_logprobs_diff_max"] < 1e-3

@@ -1,9 +1,4 @@
-"""
-The update: shared prompts against repeated rows, micro-batches and ranks that change nothing, and what a bad batch does
-not do.
-
-    python -m pytest tests/test_trainer.py -q
-"""
+"""The update: shared prompts, micro-batches and ranks change nothing; what a bad batch does not do."""
 import copy
 import math
 
@@ -66,13 +61,17 @@ def weights_of(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def gradient(batches, model=None, loss=None, **options):
+def gradient(batches, model=None, loss=None, reference=None, **options):
     """The gradient that an update takes: how far plain SGD with rate 1 moves the weights back."""
     model = copy.deepcopy(model or tiny_model())
-    before = weights_of(model)
-    metrics = step(role_of(model), batches, loss, **options)
+    before, metrics = weights_of(model), step(role_of(model, reference=reference), batches, loss, **options)
     assert metrics["skipped"] == 0
     return {name: before[name] - after for name, after in weights_of(model).items()}, metrics
+
+
+def gradient_of(value, model):
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(value, parameters), strict=True))
 
 
 def assert_close(a, b, tolerance):
@@ -95,48 +94,35 @@ def token_logprobs(model, rollouts, n, temperature=1.0):
 
 
 def batch_rows(batch, rollouts):
-    """Which rollouts the rows of a micro-batch are."""
     return [next(n for n in range(len(rollouts.tokens)) if torch.equal(rollouts.tokens[n, : len(row)], row))
             for row in batch.tokens]
 
-
-# Shared prompts
 
 # contexts of up to 138 and 147 tokens: the window of 128 ends inside prompt and completion
 BOUNDARY = ([126, 3, 135], [12, 5, 1, 9, 12, 2])
 
 
-def test_hidden_states_after_a_shared_prompt_equal_plain_rows():
+def test_hidden_states_and_gradients_after_a_shared_prompt_equal_those_of_plain_rows():
     model, rollouts = tiny_model(n_layer=4), random_rollouts(*BOUNDARY)
-    batch, = packed(rollouts, random_advantages(rollouts))
-    with torch.no_grad():
-        hidden = completion_hidden(model, batch)
-        rows = batch_rows(batch, rollouts)
-        assert sorted(rows) == list(range(6))
-        for row, n in zip(hidden, rows, strict=True):
-            assert (row[: rollouts.lengths[n]] - full_rows(model, rollouts, n)).abs().max() < 1e-10
-
-
-def test_gradients_after_a_shared_prompt_equal_those_of_plain_rows():
-    model, rollouts = tiny_model(n_layer=4), random_rollouts(*BOUNDARY)
-    batch, = packed(rollouts, random_advantages(rollouts))
+    advantages = random_advantages(rollouts)
+    batch, = packed(rollouts, advantages)
+    hidden, rows = completion_hidden(model, batch), batch_rows(batch, rollouts)
+    plain = {n: full_rows(model, rollouts, n) for n in range(6)}
+    assert sorted(rows) == list(range(6))
+    for row, n in zip(hidden, rows, strict=True):
+        assert (row[: rollouts.lengths[n]] - plain[n]).abs().max() < 1e-10
     direction = torch.randn(48, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     parameters = [p for name, p in model.named_parameters() if name != "lm_head.weight"]
-    shared = (completion_hidden(model, batch)[batch.mask] @ direction * batch.advantages[batch.mask]).sum()
-    advantages = random_advantages(rollouts)
-    plain = sum((full_rows(model, rollouts, n) @ direction * advantages[n, : rollouts.lengths[n]]).sum()
-                for n in range(6))
-    assert abs(shared - plain) < 1e-10
-    for a, b in zip(torch.autograd.grad(shared, parameters), torch.autograd.grad(plain, parameters), strict=True):
-        assert b.abs().max() > 0
-        assert (a - b).abs().max() < 1e-10 * max(1.0, float(b.abs().max()))
+    sums = [(hidden[batch.mask] @ direction * batch.advantages[batch.mask]).sum(),
+            sum((plain[n] @ direction * advantages[n, : rollouts.lengths[n]]).sum() for n in range(6))]
+    for a, b in zip(*(torch.autograd.grad(x, parameters) for x in sums), strict=True):
+        assert b.abs().max() > 0 and (a - b).abs().max() < 1e-10 * max(1.0, float(b.abs().max()))
 
 
 def test_completions_of_one_token_need_no_second_forward():
     model, rollouts = tiny_model(), random_rollouts([4, 7], [1, 1, 1, 1])
     batch, = packed(rollouts, random_advantages(rollouts))
-    hidden = completion_hidden(model, batch)
-    assert hidden.shape == (4, 1, 48)
+    assert completion_hidden(model, batch).shape == (4, 1, 48)
     expected = torch.cat([token_logprobs(model, rollouts, n) for n in batch_rows(batch, rollouts)])
     torch.testing.assert_close(score(model, batch, 1.0), expected, rtol=0, atol=1e-5)
 
@@ -158,8 +144,6 @@ def test_scores_equal_plain_forwards_and_what_the_sampler_recorded(temperature):
         _, metrics = gradient(packed(rollouts, torch.ones_like(out.logprobs)), temperature=temperature)
     assert metrics["rollout_logprobs_diff_max"] < 1e-4 and metrics["rollout_probs_diff_mean"] < 1e-5
 
-
-# Micro-batches
 
 RAGGED = ([9, 4], [5, 2, 7, 1, 3, 7, 6, 4])  # N = 8 rollouts in 2 groups
 
@@ -221,17 +205,12 @@ def test_groups_without_advantages_are_left_out_and_change_nothing():
     assert sum(len(batch.tokens) for batch in left_out) == 4 and sum(len(batch.tokens) for batch in kept) == 8
     assert_close(gradient(left_out)[0], gradient(kept)[0], 1e-5)
     # The group that is left counts as half of the batch: alone, its weights would be larger.
-    alone = random_rollouts(*RAGGED)
-    alone.lengths, alone.tokens, alone.group_id = alone.lengths[4:], alone.tokens[4:], alone.group_id[4:]
-    alone.sampler_logprobs = alone.sampler_logprobs[4:]
-    grads = gradient(packed(alone, advantages[4:]))[0]
+    grads = gradient(packed(rollouts.select([4, 5, 6, 7]), advantages[4:]))[0]
     share = float(rollouts.lengths[4:].sum() / rollouts.lengths.sum())
     assert_close(gradient(left_out)[0], {name: share * g for name, g in grads.items()}, 1e-5)
     batch, = packed(rollouts, torch.zeros(8, 7).index_put((torch.tensor(5), torch.tensor(2)), torch.tensor(1.0)))
     assert sorted(batch_rows(batch, rollouts)) == [4, 5, 6, 7]  # with one advantage a group is kept whole
 
-
-# The policy gradient
 
 def test_on_policy_the_gradient_is_that_of_reinforce():
     model, rollouts = tiny_model(), random_rollouts(*RAGGED)
@@ -239,8 +218,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce():
     num_tokens = int(rollouts.lengths.sum())
     loss = sum(-(advantages[n, : rollouts.lengths[n]] * token_logprobs(model, rollouts, n, 0.8)).sum() / num_tokens
                for n in range(8))
-    names = [name for name, _ in model.named_parameters()]
-    expected = dict(zip(names, torch.autograd.grad(loss, list(model.parameters())), strict=True))
+    expected = gradient_of(loss, model)
     # all ratios are 1
     ratio_loss = -sum(float(advantages[n, : rollouts.lengths[n]].sum()) for n in range(8)) / num_tokens
     for name, value in (("ppo_clip", ratio_loss), ("reinforce", loss.item())):
@@ -287,8 +265,7 @@ def test_the_second_update_on_a_batch_takes_the_gradient_of_the_papers_loss(loss
     logprobs = [token_logprobs(model, rollouts, n) for n in range(8)]
     log_ratios = [now - before for now, before in zip(logprobs, old, strict=True)]
     value = literal(log_ratios, logprobs, of_rollout.double(), loss.clip_low, loss.clip_high)
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    expected = dict(zip(names, torch.autograd.grad(value, parameters), strict=True))
+    expected = gradient_of(value, model)
     grads, metrics = gradient(batches, model, loss)
     assert_close(grads, expected, 1e-4)
     assert metrics["loss"] == pytest.approx(value.item(), rel=1e-4)
@@ -306,19 +283,14 @@ def test_no_advantages_give_no_gradient():
 
 
 def test_kl_to_a_copy_of_oneself_changes_nothing_and_to_another_model_pulls():
-    model, rollouts = tiny_model(), random_rollouts(*RAGGED)
-    advantages = random_advantages(rollouts)
-    plain = gradient(packed(rollouts, advantages), model)[0]
-    moved = {}
-    for name, reference in (("copy", copy_of(model)), ("other", copy_of(tiny_model(seed=1)))):
-        trained = copy.deepcopy(model)
-        before = weights_of(trained)
-        metrics = step(role_of(trained, reference=reference), packed(rollouts, advantages), PolicyLoss(kl_coef=0.5))
-        moved[name] = {key: before[key] - after for key, after in weights_of(trained).items()}
-        assert (metrics["kl"] < 1e-6) == (name == "copy")
-    assert_close(moved["copy"], plain, 1e-5)
+    model, rollouts, loss = tiny_model(), random_rollouts(*RAGGED), PolicyLoss(kl_coef=0.5)
+    plain, copied, other = (
+        gradient(packed(rollouts, random_advantages(rollouts)), model, loss if reference else None, reference)
+        for reference in (None, copy_of(model), copy_of(tiny_model(seed=1))))
+    assert copied[1]["kl"] < 1e-6 < other[1]["kl"]
+    assert_close(copied[0], plain[0], 1e-5)
     with pytest.raises(AssertionError):
-        assert_close(moved["other"], plain, 1e-2)
+        assert_close(other[0], plain[0], 1e-2)
 
 
 def test_the_step_is_clipped_and_its_norm_before_that_and_its_rate_are_reported():
@@ -334,8 +306,6 @@ def test_the_step_is_clipped_and_its_norm_before_that_and_its_rate_are_reported(
     assert metrics["lr"] == 0.25
     assert_close(small, {name: 0.25 * g for name, g in grads.items()}, 1e-6)
 
-
-# A loss or gradient that is not finite
 
 @pytest.mark.parametrize("poison", ["inf advantage", "nan advantage", "nan weight", "inf gradient"])
 def test_a_step_that_is_not_finite_moves_nothing(poison):
@@ -359,19 +329,7 @@ def test_a_step_that_is_not_finite_moves_nothing(poison):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_the_next_finite_step_is_taken():
-    model, rollouts = tiny_model(), random_rollouts(*RAGGED)
-    role, bad = role_of(model), random_advantages(rollouts)
-    bad[0, 0] = math.inf
-    assert step(role, packed(rollouts, bad))["skipped"] == 1
-    before = weights_of(model)
-    assert step(role, packed(rollouts, random_advantages(rollouts)))["skipped"] == 0
-    expected = gradient(packed(rollouts, random_advantages(rollouts)))[0]
-    assert_close({name: before[name] - after for name, after in weights_of(model).items()}, expected, 1e-6)
-
-
 def test_a_stop_is_looked_for_before_every_micro_batch_and_moves_nothing(monkeypatch):
-    """The rest is left out, and check_stop stops the update before it moves anything."""
     rollouts, asked, run = random_rollouts([9, 4, 6], [5, 2, 7, 3, 3, 7, 6, 4, 2], 0), [], []
     batches, model = packed(rollouts, random_advantages(rollouts), max_tokens=12), tiny_model()
     before, options = weights_of(model), dict(lr=1.0, max_grad_norm=0.0, temperature=1.0, device=CPU)
@@ -386,11 +344,8 @@ def test_a_stop_is_looked_for_before_every_micro_batch_and_moves_nothing(monkeyp
     assert len(batches) > 3 and len(asked) == 3 and len(run) == 2 + len(batches)
 
 
-# Ranks
-
 def train_share(rank, world):
-    """Three AdamW steps on every world-th of 3 groups; the last one is poisoned on rank 0 alone. -> weights, metrics of
-    the steps"""
+    """Weights and metrics of three AdamW steps on every world-th of 3 groups, the last one poisoned on rank 0 alone."""
     model, metrics = tiny_model(), []
     role = role_of(model, adamw(model.parameters(), 1e-3))
     for seed in (0, 1, 2):
@@ -400,10 +355,8 @@ def train_share(rank, world):
         advantages[:3] *= seed != 1  # ... and then none: it still takes part in every collective
         if seed == 2:
             advantages[0, 0] = math.inf
-        mine = whole.group_id % world == rank
-        rows = (whole.group_id, whole.tokens, whole.sampler_logprobs, whole.lengths, whole.stopped)
-        share = Rollouts(whole.prompts, *(x[mine] for x in rows))
-        batches = packed(share, advantages[mine], "sequence", 40, reduce=all_reduce)
+        mine = [n for n in range(9) if whole.group_id[n] % world == rank]
+        batches = packed(whole.select(mine), advantages[mine], "sequence", 40, reduce=all_reduce)
         metrics.append(step(role, batches, lr=1e-3, max_grad_norm=1.0))
     return weights_of(model), metrics
 

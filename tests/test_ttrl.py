@@ -8,11 +8,10 @@ from functools import partial
 
 import pytest
 import torch
-from test_dpo import assert_refused, random_play
+from test_dpo import assert_refused, random_play, writing
 
 from nanochat import recipes
 from nanochat.recipes.self_play.ttrl import majority_rewards, pseudo_labels
-from nanochat.rl.records.rollouts import Rollouts
 
 ttrl = recipes.load("ttrl")
 
@@ -55,14 +54,7 @@ def play_with(votes: list[list[str]], *flags: str, gold: str = "1", check=None):
     problem_of = t.task.problem
     t.task.problem = lambda split, index: replace(problem_of(split, index), answer=gold)
     t.task.check = check or (lambda problem, text: t.task.fmt.answer(text) == problem.answer)
-    t.solve = lambda draw, problems, num: written(t, problems, [x.format("1") for row in votes for x in row])
-    return t
-
-
-def written(t, problems, texts: list[str]) -> Rollouts:
-    """Solutions as sampling gives them: a group for each problem, in its order."""
-    prompts = [prompt for prompt in t.solve_prompts(problems) for _ in range(len(texts) // len(problems))]
-    return t.written("generator", prompts, texts).with_prompts(prompts)
+    return writing(t, {"votes": [x.format("1") for row in votes for x in row]})
 
 
 def test_the_metrics_of_a_step_by_hand(base):

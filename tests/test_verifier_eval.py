@@ -236,8 +236,9 @@ def test_best_of_n_chooses_among_texts_sampled_by_hand(capsys, base, tmp_path, s
     keys = [(0, "best_of_n", "verify", "test_in", i, j, g) for i, j in names for g in range(3)]
     said = written(prompts, [n for n in nums for _ in range(3)], keys, greedy=False)
     answers = [text.partition("=")[2].strip() if "=" in text else None for text in texts]
-    judged = [([v.verdict for v in said[3 * i: 3 * i + 3]], [aligned(v.step_verdicts, n) for v in said[3 * i: 3 * i + 3]])
-              for i, n in enumerate(nums)]
+    of_each = [said[3 * i: 3 * i + 3] for i in range(len(nums))]
+    judged = [([v.verdict for v in own], [aligned(v.step_verdicts, n) for v in own])
+              for own, n in zip(of_each, nums, strict=True)]
     columns = (answers, [task.check(*pair) for pair in zip(problems, texts, strict=True)],
                [SCORES[score](*row) for row in judged], [SCORES["steps"](*row) for row in judged])
     table = [choose(*(column[i: i + 4] for column in columns)) for i in range(0, 160, 4)]
