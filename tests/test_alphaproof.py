@@ -1,13 +1,11 @@
 """
 AlphaProof's perfect-verifier arm: the window of proofs, what is learned from it, rewards, targets and their variants.
-
-    python -m pytest tests/test_alphaproof.py -q
 """
 from dataclasses import replace
 
 import pytest
 import torch
-from test_dpo import (assert_close, assert_refused, gradient_of, keep, log_likelihoods, moved_by, of_one_and_two_ranks,
+from test_dpo import (assert_close, gradient_of, keep, log_likelihoods, moved_by, of_one_and_two_ranks,
                       random_play)
 
 from nanochat import recipes
@@ -20,8 +18,6 @@ alphaproof = recipes.load("alphaproof")
 TARGETS = ["--task", "rewrite", "--curriculum", "variants", "--targets-of", "test_out", "--num-targets", "3"]
 
 
-# By hand
-
 def test_the_shortest_proof_of_each_theorem():
     best = lambda *rewards: shortest(rewards, [9, 4, 4, 7], [0, 0, 0, 1])
     assert best(1, 1, 0, 0) == best(1, 1, 1, 0) == {0: 1}  # the shorter one; of a tie the first
@@ -29,7 +25,7 @@ def test_the_shortest_proof_of_each_theorem():
     assert best(1, None, None, None) == {0: 0} and best(0, 0, 0, 0) == best(*[None] * 4) == {}
 
 
-def test_the_window_keeps_the_shortest_proof_and_the_last_theorems():
+def test_the_window_keeps_the_shortest_proof_and_the_last_theorems_and_shares_are_of_all():
     window = remembered({}, [["x", "1", "long;=1"], ["y", "a", "b;=a"]], 2)
     assert window == {"x": ["1", "long;=1"], "y": ["a", "b;=a"]}
     window = remembered(window, [["x", "1", "longer;=1"]], 2)                 # no news
@@ -37,15 +33,10 @@ def test_the_window_keeps_the_shortest_proof_and_the_last_theorems():
     window = remembered(window, [["x", "1", "=1"], ["z", "1", "c;=1"]], 2)    # x is news, so y is the oldest
     assert window == {"x": ["1", "=1"], "z": ["1", "c;=1"]}
     assert remembered(window, [], 1) == {"z": ["1", "c;=1"]} and remembered({}, [], 2) == {}
-
-
-def test_shares_of_what_is_proved():
     rows = [[True, 4], [False, 1], [False, 0], [False, 0]]
     assert proved_of(rows, 4, "{}_in") == {"pass1_in": 1 / 4, "pass_k_in": 2 / 4}
     assert proved_of([], 4, "{}_in") == {"pass1_in": None, "pass_k_in": None}
 
-
-# A step
 
 def play_with(*flags: str, texts: list[str] | None = None, check=None):
     """A step of random models; with texts these are the attempts, at each theorem the same."""
@@ -141,8 +132,6 @@ def test_the_kernel_rewards_a_proof_and_the_claim_reward_whatever_states_it(base
         assert set(proofs.texts) == {"cac;acc;a;=a" if reward == "kernel" else "=a"}  # the shortest that is rewarded
 
 
-# Targets
-
 def at_targets(*flags: str, proved=()):
     t = play_with(*TARGETS, "--examples-per-step", "40", *flags)
     t.memory.update({"targets": [0, 4, 5], "proved": list(proved)})
@@ -224,8 +213,6 @@ def test_draws_of_a_step_follow_from_the_seed_and_the_step(base):
     assert of_targets(t) != again
 
 
-# Ranks and refusals
-
 def play_share(folder: str) -> None:
     """Two steps on this rank's share of proofs; and what is tried in steps on one and two targets, some of whose places
     are on another rank."""
@@ -252,8 +239,3 @@ def test_two_ranks_do_what_one_does_and_try_a_target_that_both_have_anew_on_each
     assert first["metrics"] == pytest.approx(one["metrics"], rel=1e-9)
     assert sorted(first["tried"] + second["tried"]) == sorted(one["tried"])
     assert max(copy for _, _, copy, _ in one["tried"]) > 2
-
-
-@pytest.mark.parametrize("more", [[], ["--targets-of", "test_in", "--task", "last_letter"]])  # which makes none
-def test_variants_need_targets_and_a_task_that_makes_them(more):
-    assert_refused("alphaproof", "--curriculum variants: ", "--curriculum", "variants", *more)

@@ -14,7 +14,6 @@ BYTES = Tokenizer.train(iter([]), MIN_VOCAB_SIZE)  # ids below 256 are bytes
 
 
 def test_all_rollouts_of_the_first_problems_are_kept():
-    """Three prompts about two problems: the second problem comes again."""
     problems = [Problem("rl", 7, "a", "1"), Problem("rl", 3, "b", "1"), Problem("rl", 7, "a", "1")]
     group_id = torch.tensor([0, 0, 1, 1, 2, 2])
     zeros = torch.zeros(6, 1)

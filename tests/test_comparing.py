@@ -1,8 +1,6 @@
 """
 Solutions judged together: who stands together and in which place, how a judge of pairs is scored, what its judgments
 are worth; and the rewards of the recipes that train one.
-
-    python -m pytest tests/test_comparing.py -q
 """
 import random
 from collections import Counter
@@ -10,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_dpo import assert_refused, drawn_by, parsed, random_play
+from test_dpo import drawn_by, parsed, random_play
 
 from nanochat import recipes
 from nanochat.common import BadInput
@@ -26,19 +24,13 @@ from tasks.common import Problem
 from tasks.formats import COMPACT
 
 
-# Who stands together
-
-@pytest.mark.parametrize("outcomes, num, places", [
-    ([False, True, True, False], 2, [1, 0]), ([True, None, False], 2, [0, 2]),
-    ([False, True, False, False], 3, [1, 0, 2]), ([False, True], 3, None), ([True, True], 2, None),
-    ([False, False], 2, None), ([None, None], 2, None), ([], 2, None),
-    ([None, False, True], 1, [1]), ([True, False], 1, [0]), ([None], 1, None), ([], 1, None)])
-def test_a_lineup_is_one_right_entry_and_the_first_wrong_ones(outcomes, num, places):
-    assert one_right(outcomes, num) == places
-
-
-def test_the_right_one_is_moved_to_its_place():
-    assert ["".join(lined_up(["r", "a", "b"], place)) for place in range(3)] == ["rab", "arb", "abr"]
+def test_candidates_are_one_right_entry_and_the_first_wrong_ones():
+    T, F = True, False
+    assert one_right([F, T, T, F], 2) == [1, 0] and one_right([T, None, F], 2) == [0, 2]
+    assert one_right([F, T, F, F], 3) == [1, 0, 2] and one_right([F, T], 3) is None
+    assert {one_right(outcomes, 2) for outcomes in ((T, T), (F, F), (None, None), ())} == {None}
+    assert one_right([None, F, T], 1) == [1] and one_right([T, F], 1) == [0]
+    assert one_right([None], 1) is one_right([], 1) is None
 
 
 def test_every_place_comes_equally_often_up_to_one_in_an_order_of_its_own():
@@ -49,9 +41,8 @@ def test_every_place_comes_equally_often_up_to_one_in_an_order_of_its_own():
     assert balanced_places(5, 2, None) == [0, 1, 0, 1, 0]
     drawn = [balanced_places(32, 2, random.Random(seed)) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
+    assert ["".join(lined_up(["r", "a", "b"], place)) for place in range(3)] == ["rab", "arb", "abr"]
 
-
-# What a choice earns. A is place 0, B is place 1
 
 def test_rm_r1_pays_1_for_the_right_choice_and_minus_1_for_all_else():
     for choice, right, hit in ((1, 0, True), (-1, 1, True), (3, 0, True), (-3, 1, True), (1, 1, False), (-1, 0, False),
@@ -99,8 +90,6 @@ def test_the_filter_keeps_the_likelier_half_and_at_least_one():
     assert likelier_half(["a", "b"], [-1.0, -1.0]) == ["a"] and likelier_half(["a"], [-9.0]) == ["a"]
 
 
-# A judge of pairs: rows of the right place, the choice, the choice in the other order
-
 def test_scores_of_a_judge_by_hand():
     rows = [[0, 1, -1],      # right in both orders
             [1, 1, 1],       # A twice: right once, inconsistent
@@ -114,8 +103,6 @@ def test_scores_of_a_judge_by_hand():
 
 
 
-
-# What judgments are worth to a generator
 
 def test_in_a_ring_each_stands_beside_those_after_it_and_in_every_place_once():
     groups = [7, 7, 2, 7, 2]  # rollouts 0, 1 and 3; 2 and 4
@@ -141,8 +128,6 @@ def test_what_scores_give_to_each():
     assert scores("scores", 1, "=1", "=0", "=2") == [[1], [0], None]  # of a single one 1 is the highest
 
 
-# Think-RM's difference matrix
-
 def test_difference_advantages_by_hand():
     # sums of rows over G: 1.5, -1.5; sum of squares 18 over 2 * 2 * 1: 4.5
     d = torch.tensor([[0.0, 3.0], [-3.0, 0.0]])
@@ -150,8 +135,6 @@ def test_difference_advantages_by_hand():
     for num in (3, 1):  # differences that are none, and a group of one
         assert difference_advantages(torch.zeros(num, num)).tolist() == [0] * num
 
-
-# A step
 
 SHORT = ["--max-new-tokens", "16", "--verifier-max-new-tokens", "24"]
 STEPS = [("rm_r1", "solve_pair", []), ("rm_r1", "pair", ["--judge", "only"]), ("think_rm", "pair", []),
@@ -193,7 +176,6 @@ def test_a_verifier_of_another_form_is_noticed(base, capsys, recipe, form):
 
 
 def test_settings_that_cannot_work_are_refused():
-    assert_refused("spct", "--num-solutions 4: must be at least --num-judged 5", "--num-judged", "5")
     task = SimpleNamespace(name="math", has_step_labels=False)
     with pytest.raises(BadInput, match="--grades graded: task math has no gold labels of steps"):
         recipes.load("think_rm").check(parsed("think_rm", "--grades", "graded"), task)

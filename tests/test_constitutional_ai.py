@@ -1,14 +1,12 @@
 """
 Constitutional AI: principles, critiques and preferences by hand, what both stages learn, demonstrations of revisions.
-
-    python -m pytest tests/test_constitutional_ai.py -q
 """
 import random
 
 import pytest
 import torch
-from test_dpo import (are_equal, assert_close, assert_refused, drawn_by, gradient_of, log_likelihoods, moved_by,
-                      parsed, random_play, weights_of, writing)
+from test_dpo import (are_equal, assert_close, drawn_by, gradient_of, log_likelihoods, moved_by,
+                      parsed, random_play, verdict_odds, weights_of, writing)
 from test_ttrl import assert_gold_answers_change_nothing
 
 from nanochat import recipes
@@ -27,8 +25,6 @@ PROBLEM = Problem("rl", 0, "1+2*2", "0")  # modulo 3: 1+2:0;0*2:0;=0
 def chain(*flags: str) -> Chain:
     return make_task(parsed("constitutional_ai", *flags))
 
-
-# By hand
 
 def test_what_a_solution_breaks():
     broken = lambda solution: chain().violations(PROBLEM, solution)
@@ -69,13 +65,6 @@ def test_a_reward_is_the_mean_preference_over_the_others_of_the_group():
     assert preference_rewards([], 2, 1.0) == []
 
 
-def test_a_task_without_principles_and_a_group_of_one_are_refused():
-    assert_refused("constitutional_ai", "--task last_letter: it has no principles", "--task", "last_letter")
-    assert_refused("constitutional_ai", "--num-samples 1: must be at least 2, for a pair", "--num-samples", "1")
-
-
-# Demonstrations
-
 def test_a_demonstration_keeps_what_stands_before_the_step_and_breaks_no_principle_after_it():
     """With a critic without misconceptions."""
     task, kinds = chain("--chain-verifier-share", "0", "--chain-max-steps", "4", "--chain-answer", "all"), set()
@@ -97,8 +86,6 @@ def test_a_demonstration_keeps_what_stands_before_the_step_and_breaks_no_princip
         assert task.fmt.answer(revised) == stated
     assert {(False, ("results",)), (False, ("complete",)), (False, ("operands",)), (True, ())} <= kinds
 
-
-# SL-CAI
 
 def saying(said: list[str], *flags: str, step: int = 0):
     """A step in which verifications are these texts, one after the other and again."""
@@ -153,35 +140,20 @@ def test_where_no_critique_can_be_read_nothing_is_learned(base):
     assert list(cai.play(t)) == [] and t.metrics["gen/critiques/unread"] == 1
 
 
-# RL-CAI
-
-JUDGED = ["0T;=T", "0F;=F", "0T;=T", "cannot be read"]
-
-
 def test_the_policy_earns_the_preferences_and_no_gold_answer(base):
+    """A chance is that of the final verdict's token by the start."""
     def played(change):
-        t = saying(JUDGED, step=1)
+        t = saying(["0T;=T", "0F;=F", "0T;=T", "cannot be read"], step=1)
         change(t.task)
         update, = cai.play(t)
         (rollouts, advantages), = update.parts
-        chances = rollouts.columns["chance"]
-        assert [c is None for c in chances] == [n % 4 == 3 for n in range(12)]
+        chances, odds = rollouts.columns["chance"], verdict_odds(t, "start", t.drew["feedback"])
+        assert chances == [None if n % 4 == 3 else pytest.approx(torch.sigmoid(row[-2]).item(), rel=1e-4)
+                           for n, row in enumerate(odds)]
         assert rollouts.columns["reward"] == preference_rewards(chances, 4, 0.6)
         assert t.metrics["gen/feedback/unread"] == 0.25 and not advantages[3::4].any()
         return [update]
     assert_gold_answers_change_nothing(played)
-
-
-def test_a_chance_is_that_of_the_final_verdicts_token_by_the_start(base):
-    t = saying(JUDGED, step=1)
-    update, = cai.play(t)
-    rollouts, (right, wrong) = t.drew["feedback"], (t.tokenizer.encode(mark)[0] for mark in "TF")
-    model = t.roles["start"].model
-    for n, chance in enumerate(update.parts[0][0].columns["chance"]):
-        if chance is not None:
-            ids = rollouts.prompt_of()[n].ids + rollouts.completions()[n][:-2]  # up to the verdict, which is ended
-            logits = model.head(model.trunk(torch.tensor([ids]))[0, -1])
-            assert chance == pytest.approx(torch.sigmoid(logits[right] - logits[wrong]).item(), rel=1e-4)
 
 
 def test_the_evaluation_counts_broken_principles_beside_pass_at_1(base, capsys):

@@ -1,8 +1,6 @@
 """
 Cooper: which pairs the reward model learns from, its updates against autograd of the paper's losses, what the policy is
 rewarded with.
-
-    python -m pytest tests/test_cooper.py -q
 """
 import math
 import random
@@ -10,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_dpo import assert_close, assert_refused, gradient_of, moved_by, parsed, random_play, verdict_odds
+from test_dpo import assert_close, gradient_of, moved_by, parsed, random_play, verdict_odds
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from nanochat.recipes.reward_models import cooper
@@ -36,8 +34,6 @@ def scored(t, problems, completions: list[list[int]]) -> torch.Tensor:
     return torch.stack([row[-1] for row in verdict_odds(t, "rm", rollouts)])
 
 
-# Pairs
-
 def pairs_of(accepted, rule, corrupt):
     """Of two groups of three solutions, a to f."""
     problems = [SimpleNamespace(index=n // 3) for n in range(6)]
@@ -53,6 +49,7 @@ def test_a_pair_is_the_first_solution_that_the_rule_accepts_and_its_corrupted_ve
     assert found == ([1, 5], ["b!", "f!"])
     found = pairs_of([False, None, False, True, True, True], lambda p, text: False, lambda p, text, rng: text + "!")
     assert found == ([3], ["d!"])  # the first problem has none
+    assert pairs_of([True] * 6, lambda p, text: None, lambda p, text, rng: text) == ([], [])
 
 
 @pytest.mark.parametrize("needed, chosen", [(1, [0]), (3, [0]), (4, [])])
@@ -67,12 +64,6 @@ def test_a_version_that_the_rule_does_not_refuse_is_tried_three_times(needed, ch
     assert pairs_of(accepted, lambda p, text: text != "wrong", corrupt) == (chosen, ["wrong"] * len(chosen))
     assert len(tries) == min(needed, 3)
 
-
-def test_a_version_that_the_rule_cannot_tell_is_none():
-    assert pairs_of([True] * 6, lambda p, text: None, lambda p, text, rng: text) == ([], [])
-
-
-# The reward model's updates against autograd
 
 def test_the_pairs_update_takes_the_gradient_of_the_papers_loss(base):
     """The mean over the problems that have a pair; the others weigh nothing."""
@@ -120,8 +111,6 @@ def test_the_reward_model_reads_the_gold_answer(base):
     assert f"{problem.answer}|{problem.prompt}" in t.tokenizer.decode(prompt.ids)
 
 
-# What the policy is rewarded with
-
 def test_the_rewards_of_log_odds():
     s, accepted = torch.tensor([0.0, math.log(3), -1.0]), [True, None, False]
     assert cooper.POLICY_REWARDS["chance"](s, accepted) == pytest.approx([0.5, 0.75, 1 / (1 + math.e)])
@@ -149,10 +138,6 @@ def test_held_out_gold_accuracy_stands_beside_what_the_reward_model_gives(base):
     found = cooper.evaluate(t)
     assert found["gen/pass1_in"] == found["gen/pass1_out"] == 1 and found["gen/rule_in"] == 0
     assert 0 < found["gen/proxy_in"] < 1
-
-
-def test_a_task_that_corrupts_no_solution_is_refused():
-    assert_refused("cooper", "--task last_letter: has no corrupt", "--task", "last_letter")
 
 
 def test_random_streams_of_a_problem_differ_from_step_to_step():

@@ -1,7 +1,5 @@
 """
 Critic-RM: pairs of critiques by hand, and updates against the gradient of the loss at both ends of lambda and between.
-
-    python -m pytest tests/test_critic_rm.py -q
 """
 import pytest
 import torch
@@ -45,8 +43,6 @@ def plain(t, critiques) -> tuple[torch.Tensor, torch.Tensor]:
     return -lm.mean(), torch.stack([s[w] - s[l] for w, l in PAIRS])
 
 
-# Pairs
-
 @pytest.mark.parametrize("of_each, pairs", [
     ([0, 0, 1, 2, 3, 3, 3], [0, 2, 3, 4]),  # the shorter side decides
     ([0, 0, 2, 3], [2, 3]),                 # 0 has no wrong counterpart that was kept
@@ -55,8 +51,6 @@ def plain(t, critiques) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_kept_critiques_of_a_right_solution_are_paired_with_those_of_the_wrong_one(of_each, pairs):
     assert critic_rm.in_pairs(of_each) == pairs
 
-
-# Updates
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_the_update_is_the_gradient_of_both_losses(base, share, capsys):

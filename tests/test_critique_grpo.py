@@ -1,7 +1,5 @@
 """
 Critique-GRPO: the chosen refinement, its shaped coefficients, what the update sees and its gradient, what is logged.
-
-    python -m pytest tests/test_critique_grpo.py -q
 """
 import statistics
 
@@ -20,8 +18,6 @@ from tasks.common import Problem
 
 C, G = 0.1, 8
 
-
-# The formulas
 
 def test_the_first_right_refinement_is_chosen_else_a_wrong_one_else_the_first():
     assert first_best([False, True, True, None], 4) == [1]
@@ -48,8 +44,6 @@ def test_critiques_of_solutions(kind, solution, critique):
     problem = Problem("rl", 0, "1+1*2", "21")
     assert CRITIQUES[kind](task, problem, solution, task.check(problem, solution)) == critique
 
-
-# A step
 
 def played(*flags: str, recipe: str = "critique_grpo", check=None):
     """A step, its update, and what was drawn."""
@@ -111,10 +105,7 @@ def test_what_is_logged_agrees_with_what_was_drawn(base):
     assert found["reward"] == mean(old) and found["refined/accuracy"] == mean(new)
     assert found["refined/accuracy_of_wrong"] == mean([b for a, b in zip(old, new, strict=True) if a is False])
     assert found["unscorable"] == old.count(None) / len(old) and found["refined/replaced"] == 1
-
-
-def test_a_group_is_rescued_by_a_right_refinement_where_no_solution_is_right(base):
-    """Of 4 groups the last two have a right solution, the second and the last a right refinement."""
+    # Of 4 groups the last two have a right solution, the second and the last a right refinement: one is rescued.
     t = random_play("critique_grpo", "--num-samples", "2")
     critique_grpo.log_refinements(t, [False, None, False, False, True, False, True, False],
                                   [False, None, False, True, False, False, True, True], [None, False] * 4)

@@ -1,8 +1,6 @@
 """
 Debate: soft targets, pairs and scores by hand, what the judge reads and how sure it is, the update against autograd of
 the paper's loss in fp64.
-
-    python -m pytest tests/test_debate.py -q
 """
 import math
 from dataclasses import replace
@@ -10,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_dpo import assert_close, assert_refused, gradient_of, log_likelihoods, moved_by, random_play, writing
+from test_dpo import (assert_close, gradient_of, log_likelihoods, logits_of, moved_by,
+                      random_play, writing)
 from torch.nn.functional import logsigmoid
 
 from dev.experiments import debate_slope
@@ -34,8 +33,6 @@ def coefficients(u: torch.Tensor, target: float) -> torch.Tensor:
                              torch.full_like(u, target))[:Q]
 
 
-# Soft targets
-
 def test_a_pair_is_drawn_to_where_its_margin_says_what_the_target_does():
     assert torch.equal(pair_losses(U, torch.ones_like(U)), -logsigmoid(U))         # with a target of 1 it is DPO
     assert torch.equal(coefficients(U, 1.0), 0.5 * torch.sigmoid(-U))
@@ -51,8 +48,6 @@ def test_a_target_is_the_sigmoid_of_gamma_times_the_difference_of_rewards():
     assert [preference(*pair) for pair in pairs] == pytest.approx(
         [0.5, 1 / (1 + math.exp(-7)), 1 / (1 + math.exp(-1)), 0.5])
 
-
-# The measurement
 
 def test_the_scores_of_two_questions_by_hand():
     assert [won(c) for c in (0.0, 0.49, 0.5 + 1e-7, 0.51, 1.0)] == [0, 0, 0.5, 1, 1]
@@ -104,8 +99,6 @@ def test_the_slopes_of_a_csv_are_printed_for_what_it_has(tmp_path, capsys):
         debate_slope.main(SimpleNamespace(curves=str(path)))
 
 
-# What the judge reads
-
 def test_the_judge_sees_steps_and_the_assigned_answer(base):
     t = random_play("debate")
     assert quoted(t, "1+2:0;0*1:2;=2", "1") == "1+2:0;0*1:2;=1"
@@ -114,18 +107,19 @@ def test_the_judge_sees_steps_and_the_assigned_answer(base):
     assert quoted(t, "1+2:0;0*1:2;=2", "1") == "1+2:0;=1"
 
 
+def chance_of_a(t, prompt: list[int], before: str) -> float:
+    """That the judge chooses A, by a plain forward, after what it writes before."""
+    logits = logits_of(t.roles["verifier"].model, prompt, t.tokenizer.encode(f"{before}A"))[-1]
+    return torch.sigmoid(logits[ord("A")] - logits[ord("B")]).item()
+
+
 def test_the_confidence_is_that_of_the_token_of_the_written_choice(base):
     t = random_play("debate")
     texts = ["1+2:0T;=A", "=B", "A;B;=A;=B", "T;F;", "=A2", "=A "]
     prompts = t.solve_prompts([t.task.problem("rl", 0)] * len(texts))
     chances = choice_chances(t, "verifier", t.written("verifier", prompts, texts))
-    assert [chance is None for chance in chances] == [False, False, False, True, True, False]
-    model, marks = t.roles["verifier"].model, [t.tokenizer.encode(mark)[0] for mark in t.task.fmt.choices]
-    for i, before in enumerate(["1+2:0T;=", "=", "A;B;=A;=", None, None, "="]):
-        if before is not None:
-            hidden = model.trunk(torch.tensor([prompts[i].ids + t.tokenizer.encode(before)]))[0, -1]
-            a, b = model.head(hidden)[marks].tolist()
-            assert chances[i] == pytest.approx(1 / (1 + math.exp(b - a)), rel=1e-5)
+    assert chances == [None if before is None else pytest.approx(chance_of_a(t, prompts[0].ids, before), rel=1e-5)
+                       for before in ("1+2:0T;=", "=", "A;B;=A;=", None, None, "=")]
 
 
 def played(protocol: str, arguments: list[str], verifications: list[str], recipe: str = "debate"):
@@ -155,13 +149,10 @@ def test_a_step_takes_the_gradient_of_the_papers_loss(base, protocol, shown, gam
     columns = rollouts.columns
     assert t.metrics["gen/unread"] == 1 / 8 and t.metrics["gen/assigned"] == 3 / 4
     # the judge's confidences again, from plain forwards
-    model, marks = t.roles["verifier"].model, [t.tokenizer.encode(mark)[0] for mark in t.task.fmt.choices]
     sums = [0.0] * 4
     for i, text in enumerate(asked):
         prompt = t.tokenizer.render_prompt(f"{t.task.problem('rl', 0).prompt}|{text}")
-        hidden = model.trunk(torch.tensor([prompt + t.tokenizer.encode("=")]))[0, -1]
-        a, b = model.head(hidden)[marks].tolist()
-        chance = 0.5 if i == 6 else 1 / (1 + math.exp(b - a))
+        chance = 0.5 if i == 6 else chance_of_a(t, prompt, "=")
         sums[i % 4] += (chance if i < 4 else 1 - chance) / 2
     rewards = {n: round(reward, 4) for n, reward in enumerate(sums)}
     pairs = [sorted(rows, key=rewards.get, reverse=True) for rows in ((0, 1), (2, 3))]
@@ -218,14 +209,13 @@ def test_an_argument_for_the_right_answer_comes_to_it_in_any_form_that_is_right(
 
 @pytest.mark.parametrize("calculator", [True, False])
 def test_arguments_may_call_what_solutions_may(base, calculator):
-    t, tools = random_play("debate", "--max-new-tokens", "12", "--verifier-max-new-tokens", "24"), {}
-    t.sampler.calculator, draw = calculator, t.sample
-    t.sample = lambda *args, tool=None, **options: tools.update({args[0]: tool}) or draw(*args, tool=tool, **options)
+    asked = ("distractors", "arguments", "held_out", "start", "eval")
+    t = writing(random_play("debate"), {draw: ["=2", "=0"] for draw in (*asked, "verdicts")})
+    t.sampler.calculator, t.task.check = calculator, lambda problem, text: False
     list(debate.play(t))
     t.evaluating = True
     debate.evaluate(t)
-    asked = ("distractors", "arguments", "held_out", "start", "eval")
-    assert [tools[label] is not None for label in asked] == [calculator] * 5 and tools["verdicts"] is None
+    assert [t.tools[draw] is not None for draw in asked] == [calculator] * 5 and t.tools["verdicts"] is None
 
 
 def test_a_debater_is_told_to_argue():
@@ -235,15 +225,9 @@ def test_a_debater_is_told_to_argue():
 
 
 def test_the_wrong_answer_is_the_most_frequent_one_and_without_one_there_is_no_debate(base):
-    t = random_play("debate")
     texts = ["=1", "=2", "=0", "=0",  "=1", "=1", "=1", "",  "=2", "=0", "=9", "=9"]  # 9 cannot be scored
+    t = writing(random_play("debate", "--num-distractors", "4"), {"distractors": texts})
     t.task.check = lambda problem, text: None if "9" in text else text == "=1"
     one, two, three = problems = [replace(t.task.problem("rl", i), answer="1") for i in range(3)]
-    prompts = [prompt for prompt in t.solve_prompts(problems) for _ in range(4)]
-    t.solve = lambda draw, problems, num, role: t.written(role, prompts, texts)
     assert positions_of(t, problems, "distractors") == [
         (one, "1", "0", True), (one, "0", "1", False), (three, "1", "2", True), (three, "2", "1", False)]
-
-
-def test_a_judge_that_learns_needs_a_group_of_verifications():
-    assert_refused("debate_judge", "--verifications 1: must be at least 2, for a group", "--verifications", "1")

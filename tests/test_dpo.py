@@ -1,10 +1,7 @@
 """
 DPO: pairs and coefficients by hand, the update against autograd of the paper's loss in fp64, ranks. And the random
 models with which all recipes are tested.
-
-    python -m pytest tests/test_dpo.py -q
 """
-import json
 import math
 import zlib
 
@@ -42,13 +39,6 @@ def parsed(recipe: str, *flags: str):
     return parse(tango_rl, ["--recipe", recipe, *FLAGS, *flags])
 
 
-def assert_refused(recipe: str, words: str, *flags: str) -> None:
-    """That settings which do not go together are refused in one line."""
-    args = parsed(recipe, *flags)
-    with pytest.raises(BadInput, match=f"^{words}[^\n]*$"):
-        recipes.load(recipe).check(args, make_task(args))
-
-
 def random_model(vocab_size: int = 265, seed: int = 0) -> GPT:
     """A model in float64 whose every parameter is random."""
     model = GPT(GPTConfig(128, vocab_size, 2, 2, 1, 32, "L"), torch.float64).double()
@@ -80,7 +70,11 @@ def random_play(recipe: str, *flags: str) -> Play:
 def drawn_by(t: Play) -> dict:
     """What a step draws from here on, by the names of its draws."""
     drawn, sample = {}, t.sample
-    t.sample = lambda draw, *args, **options: drawn.setdefault(draw, sample(draw, *args, **options))
+
+    def recorded(draw, *args, **options):
+        drawn[draw] = sample(draw, *args, **options)
+        return drawn[draw]
+    t.sample = recorded
     return drawn
 
 
@@ -172,16 +166,6 @@ def of_one_and_two_ranks(share, folder) -> list[dict]:
 
 def keep(t: Play, found: dict, folder: str) -> None:
     torch.save(found, f"{folder}/{t.run.rank}of{t.run.world}.pt")
-
-
-def records(base, name: str = "metrics.jsonl", run: str = "r") -> list[dict]:
-    with open(base / "runs" / run / name) as f:
-        return [json.loads(line) for line in f]
-
-
-def saved(base, folder: str, step: int) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint."""
-    return torch.load(base / folder / f"model_{step:06d}.pt", weights_only=True)
 
 
 # By hand
@@ -287,6 +271,54 @@ def test_two_equal_completions_count_in_the_mean_and_pull_nothing(base):
     assert_close(moved_by(t, update), expected, 1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["dpo", "debate", "self_rewarding"])
-def test_a_pair_needs_two_samples(recipe):
-    assert_refused(recipe, "--num-samples 1: must be at least 2, for a pair", "--num-samples", "1")
+# Recipe, settings that do not go together, and how they are refused
+REFUSED = [
+    ("alphaproof", "--curriculum variants", "--curriculum variants: of which theorems"),
+    ("alphaproof", "--curriculum variants --targets-of test_in --task last_letter", "--curriculum variants: task"),
+    ("constitutional_ai", "--task last_letter", "--task last_letter: it has no principles"),
+    *((recipe, "--num-samples 1", "--num-samples 1: must be at least 2, for a pair")
+      for recipe in ("constitutional_ai", "debate", "dpo", "self_rewarding", "think_rm_policy")),
+    ("cooper", "--task last_letter", "--task last_letter: has no corrupt"),
+    ("coverrl", "--verifier-head trunk", "--verifier-head trunk: both roles"),
+    ("coverrl", "--verifier-optimizer own", "--verifier-optimizer own: one model learns from both roles"),
+    ("coverrl", "--num-votes 3", "--num-votes 3: must be at least --num-samples 4"),
+    ("dapo", "--overlong-buffer 29", "--overlong-buffer 29: must be at most --max-new-tokens 28"),
+    ("dapo", "--num-samples 1", "--num-samples 1: "),
+    ("debate_judge", "--verifications 1", "--verifications 1: must be at least 2, for a group"),
+    ("fixed_verifier", "--judge steps", "--judge steps: gives chances, and --step-rewards posterior"),
+    ("fixed_verifier", "--verifications 2", "--verifications 2: the judge generative reads one here"),
+    ("fixed_verifier", "--judge pair --judged-samples 1", "--judged-samples 1: the judge pair is shown 2 solutions"),
+    ("fixed_verifier", "--judge graded --num-samples 1", "--num-samples 1: the judge graded is shown 2 solutions"),
+    ("fixed_verifier", "--judge scores --num-judged 5", "--num-samples 4: the judge scores is shown 5 solutions"),
+    ("fixed_verifier", "--judge steps --num-judged 2", "--num-judged 2: the judge steps has no use for it; scores"),
+    ("fixed_verifier", "--judge end --prm-aggregate min", "--prm-aggregate min: the judge end has no use"),
+    ("fixed_verifier", "--judge tokens --verifications 1", "--verifications 1: the judge tokens has no use"),
+    ("marti", "--num-agents 3", "--num-samples 4: must be a multiple of --num-agents 3"),
+    ("marti", "--graph chain --num-agents 3", "--num-agents 3: a chain has two"),
+    ("mars", "--task chain", "--task chain: has no documents"),
+    ("mars", "--task lookup --calculator", "--calculator: .* one tool"),
+    ("mars", "--task lookup --lookup-noise 12 --bin-size 6", "--bin-size 6: .* --most-bins is 4"),  # of any key
+    ("mars", "--task lookup --lookup-keys 100 --lookup-noise 3 --bin-size 6", "--bin-size 6: a document has"),
+    ("medvlsynther", "--task last_letter", "--task last_letter: reads no proposed problems"),
+    *(("ppo", f"--lm-coef 0.1 {flags}", "--lm-coef 0.1: needs --aggregation token and --updates-per-batch 1")
+      for flags in ("--aggregation sequence", "--aggregation token --updates-per-batch 2")),
+    *(("prime", flags, flags) for flags in ("--accuracy-filter 0.8 0.2", "--advantage grpo")),
+    ("prm", "--prm-labels progress --until-first-error", "--until-first-error: with --prm-labels progress"),
+    ("prm", "--prm-labels progress --prm-aggregate product", "--prm-aggregate product: with --prm-labels progress"),
+    ("progress_rewards", "--best-of 9", "--best-of 9: of --continuations 8"),
+    *((recipe, flags, words) for recipe in ("search_r1", "r1_searcher", "ssrl", "ssp") for flags, words in (
+        ("--task chain", "--task chain: has no search"), ("--task lookup --calculator", "--calculator: .* one tool"))),
+    *(("self_verify", f"--verifier-head {head}", f"--verifier-head {head}: this recipe is about one model")
+      for head in ("own", "frozen", "trunk")),
+    ("self_verify", "--verifier-optimizer own", "--verifier-optimizer own: both kinds of steps are updates of one"),
+    ("spct", "--num-judged 5", "--num-solutions 4: must be at least --num-judged 5"),
+    ("ssp", "--task lookup --least-queries 5 --most-queries 4", "--least-queries 5: more than --most-queries 4"),
+    ("think_rm_policy", "--advantage rloo", "--advantage rloo: the advantages are of differences"),
+    ("ttrl", "--num-votes 3", "--num-votes 3: must be at least --num-samples 4")]
+
+
+@pytest.mark.parametrize("recipe, flags, words", REFUSED)
+def test_settings_that_do_not_go_together_are_refused_in_one_line(recipe, flags, words):
+    args = parsed(recipe, *flags.split())
+    with pytest.raises(BadInput, match=f"^{words}[^\n]*$"):
+        recipes.load(recipe).check(args, make_task(args))

@@ -1,7 +1,5 @@
 """
 The forms of a verification: what demonstrations of them say, and which solutions stand in them.
-
-    python -m pytest tests/test_forms.py -q
 """
 import random
 from types import SimpleNamespace
@@ -59,15 +57,12 @@ def test_what_the_verifier_believes_wrongly_decides_its_choice():
     assert said["pair"].endswith("=B") and said["graded"].endswith("=B1") and said["scores"].endswith("=4,10")
 
 
-def test_a_choice_between_solutions_that_look_alike_is_left_to_chance():
-    for form in ("pair", "solve_pair"):
-        assert {demo(form, RIGHT, RIGHT, seed=seed)[-1] for seed in range(20)} == {"A", "B"}
-
-
 def test_a_solution_without_an_answer_agrees_with_nothing_and_forges_nothing():
     assert demo("solve_pair", "1+1:2;", RIGHT) == "1+1:2;2*2:1;F;1T;=B"
     assert demo("solve_pair", "=T", RIGHT) == "1+1:2;2*2:1;?F;1T;=B"
     assert demo("solve_pair", "1+1:T;=A", RIGHT) == "1+1:2;2*2:1;1+1:?F;1T;=B"
+    for form in ("pair", "solve_pair"):
+        assert {demo(form, RIGHT, RIGHT, seed=seed)[-1] for seed in range(20)} == {"A", "B"}
 
 
 def test_every_form_ends_with_what_its_parser_reads():
@@ -79,8 +74,6 @@ def test_every_form_ends_with_what_its_parser_reads():
         assert parse_choice(task.fmt, said["pair"]) and parse_choice(task.fmt, said["solve_pair"])
         assert parse_choice(task.fmt, said["graded"], graded=True) and parse_scores(task.fmt, said["scores"], 2)
 
-
-# By hand
 
 def test_a_strength_is_the_difference_of_wrong_steps_from_1_to_3():
     assert [strength(*pair) for pair in ((0, 0), (0, 1), (0, 2), (1, 4), (0, 9), (2, 0))] == [1, 1, 2, 3, 3, 1]
@@ -105,10 +98,8 @@ def test_a_believed_score():
         assert believed_score(verification(steps, verdict), num) == score
 
 
-# Which solutions
-
 def test_of_solutions_judged_together_one_is_right_if_it_can_be_had():
-    task = task_of(*SOUND)
+    task, rng = task_of(*SOUND), random.Random(0)
     for given in (RIGHT, WRONG):
         places = set()
         for seed in range(60):
@@ -117,11 +108,10 @@ def test_of_solutions_judged_together_one_is_right_if_it_can_be_had():
             assert given in solutions and outcomes.count(True) == 1
             places.add(outcomes.index(True))
         assert places == {0, 1, 2}
-
-
-def test_where_no_other_outcome_is_drawn_the_given_one_stands_twice():
     stubborn = SimpleNamespace(name="mine", check=lambda problem, text: True, corrupted_solution=lambda p, rng: "x")
     assert judged_together(stubborn, PROBLEM, "y", 2, random.Random(0)) == ["y", "y"]
+    assert judged_together(task, PROBLEM, WRONG, 1, rng) == [WRONG]  # a single one draws nothing: demonstrations stay
+    assert rng.random() == random.Random(0).random()
 
 
 def test_of_a_pair_one_may_be_left_with_its_answer_alone_and_wins_where_an_error_is_found():
@@ -131,14 +121,6 @@ def test_of_a_pair_one_may_be_left_with_its_answer_alone_and_wins_where_an_error
     assert one_bare(fmt, ["2*2"], random.Random(0)) == ["="]  # no answer can be read
     assert demo("pair", RIGHT, "=0") == "A;1+1:2T;2*2:1T;B;=A" and demo("pair", "=1", WRONG).endswith("=A")
 
-
-def test_a_single_solution_draws_nothing_so_that_demonstrations_of_steps_stay_what_they_were():
-    rng = random.Random(0)
-    assert judged_together(task_of(), PROBLEM, WRONG, 1, rng) == [WRONG]
-    assert rng.random() == random.Random(0).random()
-
-
-# SFT
 
 def demonstration(*flags: str) -> str:
     args = parse(chat_sft, [*TASK_FLAGS, "--role", "verifier", *flags])
@@ -154,6 +136,8 @@ def test_sft_shows_the_form_that_is_asked_for(base):
         assert mark in asked[form] and asked[form].count("|") == 3
     assert asked["steps"] == demonstration() and asked["steps"].count("|") == 2
     assert demonstration("--verifier-form", "scores", "--num-judged", "3").count("|") == 4
+    ids = form_prompt(load_tokenizer(path_of("tokenizer")), Chain.fmt, "steps", "1+1", ["1+1:2;=2"])
+    assert bytes(ids[2:-2]) == b"1+1|1+1:2;=2|1"
 
 
 @pytest.mark.parametrize("words, flags", [
@@ -177,13 +161,6 @@ def test_other_tasks_show_pairs_too():
     text = FORMS["pair"].demo(task, problem, ["grape:e;lemon:en;=en", "grape:e;lemon:em;=em"], random.Random(0))
     assert text == "A;grape:eT;lemon:enT;B;grape:eT;lemon:enF;=A"
 
-
-def test_a_single_solution_is_asked_about_as_before(base):
-    tokenizer = load_tokenizer(path_of("tokenizer"))
-    assert tokenizer.decode(form_prompt(tokenizer, Chain.fmt, "steps", "1+1", ["1+1:2;=2"])[2:-2]) == "1+1|1+1:2;=2|1"
-
-
-# Unfinished solutions
 
 def test_a_beginning_ends_after_any_of_the_steps():
     fmt = task_of().fmt

@@ -33,7 +33,6 @@ UNSEEN = {**dict.fromkeys(("gen/pass1_lenient_in", "gen/pass1_lenient_out"), "ne
 
 
 def tables_of(text: str) -> list[tuple[str, list[str]]]:
-    """(the first cell of the head, all names in backticks in the first cells below it) of each table."""
     found = []
     for block in re.findall(r"^\|.*\n\|[ :|-]+\|\n(?:\|.*\n?)+", text, re.MULTILINE):
         head, _, *rows = [line.strip("|").split(" | ")[0].strip() for line in block.splitlines()]

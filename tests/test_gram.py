@@ -1,7 +1,5 @@
 """
 GRAM: the smoothed coefficients by hand, both stages against the gradient of their losses, and a generator's reward.
-
-    python -m pytest tests/test_gram.py -q
 """
 import json
 import math
@@ -42,8 +40,6 @@ def test_smoothed_coefficients_by_hand():
     for s in (-2.0, 0.3, 1.0):                                              # the other order: mirrored
         assert coefficients(s, 1.0) == pytest.approx(-coefficients(-s, 0.0))
 
-
-# Updates
 
 def test_the_choice_takes_the_gradient_of_the_smoothed_cross_entropy_over_both_choices(base):
     t = played("--pretrain-steps", "0", "--label-smoothing", "0.2")
@@ -92,8 +88,6 @@ def test_pretraining_sees_no_label_and_the_labels_come_after_it(base):
     assert found[0] == found[1]
 
 
-# Choices and rewards
-
 @pytest.fixture
 def pairs(base):
     """A run, and two pairs of solutions."""
@@ -132,8 +126,6 @@ def test_a_generator_earns_the_chance_to_be_chosen_over_its_greedy_solution(pair
         [wins(one.problem, "1+1:2;=2", "1+1:0;=0"), 0.5, wins(two.problem, "=1", "=2")], rel=1e-5)
     assert [j.tokens for j in judgments] == [2 + 9, 2, 2 + 3] and {j.steps for j in judgments} == {None}
 
-
-# What is refused
 
 def test_a_file_without_pairs_is_refused_unless_it_is_for_pretraining_alone(base):
     rows = [json.loads(line) for line in (base / "labels.jsonl").read_text().splitlines()]

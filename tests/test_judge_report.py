@@ -64,7 +64,6 @@ def test_last_letter_and_the_mixture_tell_them_too():
 
 
 def test_right_verdicts_for_wrong_reasons_are_counted():
-    """Four steps: right and well reasoned, right by a wrong analysis, wrong, right without an analysis."""
     found = judge_report([row(True, 1.0, labels=[True] * 4, step_verdicts=[[True, True, False, True]],
                               rationales=[[True, False, False, None]])])
     assert found["verdict_acc"] == 3 / 4

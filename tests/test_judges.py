@@ -1,16 +1,13 @@
 """
 Judges: verdicts found among tokens, shares and chances by hand, and the one evaluation of all.
-
-    python -m pytest tests/test_judges.py -q
 """
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import parse, rl_flags
-from test_dpo import assert_refused, drawn_by, random_play, verdict_odds, writing
+from test_dpo import drawn_by, random_play, verdict_odds, writing
 from test_log_odds import BYTES
 
 from nanochat.recipes.tango import fixed_verifier
@@ -18,7 +15,7 @@ from nanochat.rl.records.prompts import Verification, parse_verification
 from nanochat.rl.verify.comparing import GROUP_SCORES
 from nanochat.rl.verify.judge_evals import judged_scores
 from nanochat.rl.verify.judges import AGGREGATES, JUDGES, JUDGE_DRAWS, OF_THE_WHOLE, Judgment, shares
-from nanochat.rl.verify.spots import Spot, chances_at, spot_of, spot_places, verdict_spots
+from nanochat.rl.verify.spots import Spot, spot_of, verdict_spots
 from nanochat.tokenizer import Tokenizer
 from scripts import tango_rl
 from tasks.common import Problem
@@ -43,9 +40,13 @@ def test_a_verdict_stands_where_its_mark_is():
     assert [text[spot.position] for spot in verdict_spots(BYTES, COMPACT, tokens, v, 2)] == ["T", "F", "F"]
 
 
-def test_a_verdict_that_shares_its_token_is_told_apart_by_the_whole_token(merging):
+def test_a_verdict_that_shares_its_token_is_told_apart_by_the_whole_token_as_the_tokenizer_writes_it(merging):
     tokens, v = merging.encode("=F"), parse_verification(COMPACT, "=F", 0)
     assert verdict_spots(merging, COMPACT, tokens, v, 0) == [Spot(0, *merging.encode("=T"), *merging.encode("=F"))]
+    tokens = [*BYTES.encode("=T")]  # its bytes one by one, where one token would do
+    assert spot_of(merging, COMPACT, tokens, 1) == Spot(1, *BYTES.encode("TF"))  # "T" alone begins a token
+    other = replace(COMPACT, final_open="", correct="=T", incorrect="=F")
+    assert spot_of(merging, other, tokens, 0) is None
 
 
 def test_of_the_papers_verdicts_the_first_letter_tells():
@@ -64,24 +65,6 @@ def test_verdicts_that_cannot_be_read_have_no_place():
     none = parse_verification(COMPACT, "T;F;=", 2)
     assert [spot and spot.position for spot in verdict_spots(BYTES, COMPACT, BYTES.encode("T;F;="), none, 2)] == [
         0, 2, None]
-
-
-def test_tokens_that_the_tokenizer_would_not_write_have_no_place(merging):
-    tokens = [*BYTES.encode("=T")]  # its bytes one by one, where one token would do
-    assert spot_of(merging, COMPACT, tokens, 1) == Spot(1, *BYTES.encode("TF"))  # "T" alone begins a token
-    other = replace(COMPACT, final_open="", correct="=T", incorrect="=F")
-    assert spot_of(merging, other, tokens, 0) is None
-
-
-def test_a_chance_is_the_share_of_the_mass_of_both_verdicts(base):
-    t, text = random_play("refit"), "8T;=F"
-    rollouts = t.written("verifier", t.solve_prompts([Problem("rl", 0, "p", "")]), [text])
-    read = parse_verification(COMPACT, text, 1)
-    spots = [(0, spot) for spot in verdict_spots(BYTES, COMPACT, BYTES.encode(text), read, 1)]
-    s, = verdict_odds(t, "verifier", rollouts)
-    assert chances_at(t, "verifier", rollouts, spots) == pytest.approx(torch.sigmoid(s[[1, 4]]).tolist(), rel=1e-4)
-    assert spot_places(rollouts, spots).tolist() == [[False, True, False, False, True, False]]
-    assert chances_at(t, "verifier", rollouts, []) == []
 
 
 # Judgments
@@ -195,50 +178,22 @@ def test_every_judge_says_what_it_is_given():
 
 @pytest.mark.parametrize("judge", [name for name in JUDGES if name != "generative"])
 def test_the_chances_of_any_judge_reward_a_generator(base, judge):
-    flags = rl_flags("--recipe", "fixed_verifier", "--judge", judge, "--step-rewards", "verdicts", "--run", "r",
-                     "--num-steps", "1", "--log-rollouts", "4", "--save-every", "0", "--eval-examples", "2",
-                     "--verifier-tag", "tiny-judge" if judge in GROUP_SCORES else "tiny-ver")
-    tango_rl.main(parse(tango_rl, flags))
-    record, = (json.loads(line) for line in (base / "runs/r/metrics.jsonl").read_text().splitlines())
-    rows = [json.loads(line) for line in (base / "runs/r/rollouts.jsonl").read_text().splitlines()]
-    steps, finals = [row["step_chances"] for row in rows], [row["chance"] for row in rows]
-    assert len(rows) == 16 and record["gen/grad_norm"] > 0
-    if judge in OF_THE_WHOLE:
-        said = [chance for chance in finals if chance is not None]
-        assert steps == [None] * 16 and len(set(said)) > 1 and all(0 <= chance <= 1 for chance in said)
-        assert len(said) == 16 or judge in GROUP_SCORES
-        assert record["gen/verdicts/abstained"] == pytest.approx(1 - len(said) / 16)
-        assert record["gen/verdicts/step_f1"] is None and record["gen/verdicts/brier"] is not None
-    else:
-        said = [chance for row in steps for chance in row]
-        assert all(0 <= chance <= 1 for chance in said) and len(set(said)) > 1
-        assert record["gen/rewards/step/mean"] == pytest.approx(sum(said) / len(said), rel=1e-5)
-    assert "ver/brier_fixed" in json.loads((base / "runs/r/summary.json").read_text())["after"]
-
-
-def test_the_final_chance_is_added_to_the_outcome_where_nothing_is_said_of_steps(base):
-    t = random_play("fixed_verifier", "--judge", "end", "--advantage", "reinforce", "--step-rewards", "verdicts")
+    t = random_play("fixed_verifier", "--judge", judge, "--step-rewards", "verdicts", "--max-new-tokens", "12",
+                    "--verifier-max-new-tokens", "12")
+    said = {"graded": ["=A1", "no", "=B3"], "scores": ["=9,4", "no", "=1,0"], "analysed": ["T;=T", "=F", "no"]}
+    writing(t, {"verdicts": said.get(judge, ["=A", "no", "=B"])} if judge in (*GROUP_SCORES, "analysed") else {})
     drawn, (update,) = drawn_by(t), fixed_verifier.play(t)
-    finals = [j.final for j in JUDGES["end"](t, "verifier", drawn["solutions"])]
-    advantages, ends = update.parts[0][1], drawn["solutions"].lengths - 1
-    expected = [0.7 * bool(outcome) + 0.3 * final if outcome is not None else None
-                for outcome, final in zip(t.check(drawn["solutions"]), finals, strict=True)]
-    found = advantages[torch.arange(len(ends)), ends].tolist()
-    assert [a for a, e in zip(found, expected, strict=True) if e is not None] == pytest.approx(
-        [e for e in expected if e is not None], rel=1e-5)
-
-
-@pytest.mark.parametrize("words, flags", [
-    ("--judge steps: gives chances, and --step-rewards posterior", ["--judge", "steps"]),
-    ("--verifications 2: the judge generative reads one here", ["--verifications", "2"]),
-    ("--judged-samples 1: the judge pair is shown 2 solutions", ["--judge", "pair", "--judged-samples", "1"]),
-    ("--num-samples 1: the judge graded is shown 2 solutions", ["--judge", "graded", "--num-samples", "1"]),
-    ("--num-samples 4: the judge scores is shown 5 solutions", ["--judge", "scores", "--num-judged", "5"]),
-    ("--num-judged 2: the judge steps has no use for it; scores have", ["--judge", "steps", "--num-judged", "2"]),
-    ("--prm-aggregate min: the judge end has no use for it; steps have", ["--judge", "end", "--prm-aggregate", "min"]),
-    ("--verifications 1: the judge tokens has no use for it; generat", ["--judge", "tokens", "--verifications", "1"])])
-def test_judges_that_cannot_reward_are_refused(words, flags):
-    assert_refused("fixed_verifier", words, *flags)
+    solutions, name = drawn["solutions"], "verdict" if judge in OF_THE_WHOLE else "steps"
+    t.done.clear()
+    judgments = JUDGES[judge](t, "verifier", solutions)
+    steps, finals = [j.steps for j in judgments], [j.final for j in judgments]
+    assert (solutions.columns["step_chances"], solutions.columns["chance"]) == (steps, finals)
+    assert update.parts[0][1].any() and f"gen/variance/{name}" in t.metrics and "gen/verdicts/brier" in t.metrics
+    assert (steps == [None] * len(steps)) == (judge in OF_THE_WHOLE)
+    told = [chance for row in (finals, *filter(None, steps)) for chance in row if chance is not None]
+    assert {0 <= chance <= 1 for chance in told} == {True} and len(set(told)) > 1
+    t.evaluating = True
+    assert "ver/brier_fixed" in fixed_verifier.evaluate(t)
 
 
 @pytest.mark.parametrize("judge, verifier, words", [

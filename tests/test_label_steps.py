@@ -1,7 +1,5 @@
 """
 label_steps: formulas by hand, the search against a scan, estimates against exact enumeration, files and refusals.
-
-    python -m pytest tests/test_label_steps.py
 """
 import json
 import math
@@ -14,14 +12,13 @@ import pytest
 import torch
 from conftest import TASK_FLAGS, on_two_ranks, parse
 from test_bad_input import files_under
+from test_dpo import logprobs_after, random_model
 
 from nanochat.checkpoint import load_model
 from nanochat.common import script_main
-from nanochat.gpt import GPT, GPTConfig
 from nanochat.rl.measure.step_labels import (METHODS, agreement, any_right, gains, relative_progress, run_plans,
                                              until_error)
 from nanochat.rl.play.sampling import Sampler
-from nanochat.rl.records.prompts import read_solution
 from nanochat.rl.verify import prefixes
 from nanochat.rl.verify.prefixes import (Cut, Found, Meter, are_held, best_of_chance, complete, completion_logprobs,
                                          forced_answer, right_share, share_right)
@@ -127,83 +124,13 @@ def test_agreement_by_hand():
     assert agreement([], [], 0.5)["accuracy"] is None
 
 
-# Estimates against exact enumeration
-
-class Letters:
-    """A tokenizer of seven ids: the letters of tiny chain solutions, anything else, and the end."""
-    letters, stop_tokens, vocab_size = "01=;+?", [6], 7
-
-    def encode(self, text):
-        return [self.letters.find(letter) % 6 for letter in text]  # -1, not found, is "?"
-
-    def decode(self, ids):
-        return "".join(self.letters[i] for i in ids)
-
-    def token_bytes(self, i):
-        return b"" if i == 6 else self.letters[i].encode()
-
-
-LIMIT = 4  # tokens of a completion: 7^4 at most
-
-
-def policy(num: int = 1) -> tuple[GPT, Sampler, list[Cut]]:
-    """A random model of Letters, and a solution of one step to the problem "1+1" (answer 0) `num` times, as problems
-    that differ in their noise alone."""
-    model = GPT(GPTConfig(32, 7, 1, 1, 1, 32, "L"))
-    draw = torch.Generator().manual_seed(3)
-    for p in model.parameters():
-        p.data = torch.randn(p.shape, generator=draw) * (1.5 * p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
-    tokenizer, task = Letters(), chain()
-    solution = read_solution(tokenizer, COMPACT, tokenizer.encode("1+1;=1"))
-    assert solution.step_ends == [3]
-    cuts = [Cut(Problem("rl", i, "1+1", "0"), tokenizer.encode("?1+1?"), tokenizer.encode("1+1;=1"), solution.text,
-                solution.step_ends, values=[None, None]) for i in range(num)]
-    return model, Sampler(task, tokenizer, 0, LIMIT), cuts
-
-
-@torch.no_grad()
-def exact_chance(model, sampler, cut: Cut, k: int) -> float:
-    """The chance that a completion from prefix k is right: the sum over all completions of up to LIMIT tokens."""
-    begin, alive, total = cut.begin(k), [([], 1.0)], 0.0
-    for drawn in range(1, LIMIT + 1):
-        probs = torch.softmax(model(torch.tensor([cut.prompt + begin + ids for ids, _ in alive]))[:, -1], dim=-1)
-        grown = [([*ids, i], p * q) for (ids, p), row in zip(alive, probs.tolist(), strict=True)
-                 for i, q in enumerate(row)]
-        ended = [(ids, p) for ids, p in grown if ids[-1] == 6 or drawn == LIMIT]
-        alive = [(ids, p) for ids, p in grown if ids[-1] != 6]
-        total += sum(p for ids, p in ended if sampler.task.check(
-            cut.problem, sampler.tokenizer.decode([i for i in begin + ids if i != 6])))
-    return total
-
-
-def test_the_share_of_right_completions_is_the_enumerated_chance():
-    """Within 4 standard errors sqrt(p (1 - p) / N) of N = 4,000 completions, for both prefixes."""
-    model, sampler, (cut,) = policy()
-    found = right_share([(cut, 0), (cut, 1)], model, sampler, 4000, 1)
-    exact = [exact_chance(model, sampler, cut, k) for k in (0, 1)]
-    errors = [math.sqrt(p * (1 - p) / 4000) for p in exact]
-    for k in (0, 1):
-        assert abs(found[k].value - exact[k]) < 4 * errors[k]
-    assert exact[0] > 0.02 and exact[1] - exact[0] > 8 * max(errors)  # one prefix taken for the other would show
-
-
-def test_the_chance_of_the_best_of_two_is_that_of_its_subsets_of_four_completions():
-    """1 - C(4 - c, 2) / 6 where c of the four are right."""
-    model, sampler, cuts = policy(40)
-    asked = [(cut, 1) for cut in cuts]
-    best, shares = (list(map(lambda found: found.value, values(asked, model, sampler, 4, k)))
-                    for values, k in ((best_of_chance, 2), (right_share, 1)))
-    assert best == pytest.approx([{0: 0, 1: 3, 2: 5, 3: 6, 4: 6}[round(4 * share)] / 6 for share in shares])
-    assert len(set(best)) > 2
-
+# The gold answer
 
 @torch.no_grad()
 def test_the_forced_answer_is_scored_as_a_plain_forward_scores_it():
-    model, _, _ = policy()
-    prompts, answers = [[5, 1, 4], [5, 1, 4, 1, 5, 3, 2], [5]], [[0, 6], [1, 0, 6], [6]]
+    model, prompts, answers = random_model(), [[5, 1, 4], [5, 1, 4, 1, 5, 3, 2], [5]], [[0, 6], [1, 0, 6], [6]]
     for prompt, answer, value in zip(prompts, answers, completion_logprobs(model, prompts, answers), strict=True):
-        logprobs = torch.log_softmax(model(torch.tensor([prompt + answer]))[0, len(prompt) - 1: -1], dim=-1)
-        assert value == pytest.approx(logprobs.gather(1, torch.tensor(answer)[:, None]).sum().item(), abs=1e-5)
+        assert value == pytest.approx(logprobs_after(model, prompt, answer).sum().item(), abs=1e-4)
 
 
 def test_an_answer_is_forced_in_the_tasks_format_and_its_opening_is_not_scored(base):
@@ -235,13 +162,19 @@ def test_prefixes_end_with_their_step_and_completions_go_on_from_there(base):
     for cut, k in asked:
         end = sampler.task.fmt.step_spans(cut.text)[k - 1][1] if k else 0
         assert sampler.tokenizer.decode(cut.begin(k)) == cut.text[:end]
-    rollouts = complete(asked, model, sampler, 2)
+    rollouts = complete(asked, model, sampler, 4)
     for n, (text, ids) in enumerate(zip(rollouts.texts, rollouts.completions(), strict=True)):
-        cut, k = asked[n // 2]
+        cut, k = asked[n // 4]
+        assert rollouts.prompt_of()[n].ids == cut.prompt + cut.begin(k)
         new = sampler.tokenizer.decode(ids[:-1] if ids[-1] in sampler.tokenizer.stop_tokens else ids)
         assert text == sampler.tokenizer.decode(cut.begin(k)) + new
-    more = complete(asked, model, sampler, 3)  # more completions are the same and others after them
-    assert rollouts.texts == [text for n, text in enumerate(more.texts) if n % 3 < 2]
+    more = complete(asked, model, sampler, 5)  # more completions are the same and others after them
+    assert rollouts.texts == [text for n, text in enumerate(more.texts) if n % 5 < 4]
+    right = [sum(sampler.task.check(asked[n // 4][0].problem, text) for text in rollouts.texts[n: n + 4])
+             for n in range(0, len(rollouts), 4)]
+    assert [found.value for found in right_share(asked, model, sampler, 4, 1)] == [c / 4 for c in right]
+    best = [found.value for found in best_of_chance(asked, model, sampler, 4, 2)]  # of two of 4: 1 - C(4 - c, 2) / 6
+    assert best == pytest.approx([[0, 3, 5, 6, 6][c] / 6 for c in right]) and len(set(best)) > 2
 
 
 @pytest.mark.parametrize("method", ["rpe", "omega_prm"])

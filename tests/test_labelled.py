@@ -1,7 +1,5 @@
 """
 Labelled solutions: what is read, what is refused in one line, and who learns from which in a step.
-
-    python -m pytest tests/test_labelled.py -q
 """
 import json
 import math
@@ -26,16 +24,19 @@ def task():
     return make_task(parse(tango_rl, ["--chain-modulus", "3", "--chain-min-steps", "2", "--chain-max-steps", "2"]))
 
 
-def write(path, task, *changes: dict) -> str:
-    """A file with a line for each change of a good one."""
-    rows = [LINE | change for change in changes]
-    path.write_text("".join(json.dumps({"prompt": task.problem("rl", row["index"]).prompt} | row) + "\n"
-                            for row in rows))
-    return str(path)
+@pytest.fixture
+def write(tmp_path, task):
+    """(changes of a good line) -> the path of a file with a line for each."""
+    def of(*changes: dict, name: str = "l") -> str:
+        path, rows = tmp_path / f"{name}.jsonl", [LINE | change for change in changes]
+        path.write_text("".join(json.dumps({"prompt": task.problem("rl", row["index"]).prompt} | row) + "\n"
+                                for row in rows))
+        return str(path)
+    return of
 
 
-def test_a_line_is_a_solution_with_its_outcome_and_a_label_for_each_step(tmp_path, task):
-    path = write(tmp_path / "l.jsonl", task, {}, {"index": 4, "outcome": None, "labels": [1, -3]}, {"gold": []})
+def test_a_line_is_a_solution_with_its_outcome_and_a_label_for_each_step(write, task):
+    path = write({}, {"index": 4, "outcome": None, "labels": [1, -3]}, {"gold": []})
     rows = read_labelled(path, task)
     assert [row.outcome for row in rows] == [True, None, True]
     assert [row.labels for row in rows] == [[1.0, 0.25], [1.0, -3.0], [1.0, 0.25]]
@@ -82,10 +83,10 @@ def test_a_file_that_is_none_is_refused(tmp_path, task):
 @pytest.mark.parametrize("split, index, words", [
     *((split, 3, f"problem 3 is of {split}, on which a run is evaluated") for split in ("test_in", "test_out")),
     ("rl", -1, "its prompt is not that of problem -1 of rl")])
-def test_nothing_is_learned_from_test_problems_or_what_is_before_the_first(tmp_path, task, split, index, words):
+def test_nothing_is_learned_from_test_problems_or_what_is_before_the_first(write, task, split, index, words):
     change = {"split": split, "index": index, "prompt": task.problem(split, index).prompt}
     with pytest.raises(BadInput, match=f"line 2: {words}"):
-        read_labelled(write(tmp_path / "l.jsonl", task, {}, change), task)
+        read_labelled(write({}, change), task)
 
 
 @pytest.mark.parametrize("change, kind, words", [
@@ -94,23 +95,23 @@ def test_nothing_is_learned_from_test_problems_or_what_is_before_the_first(tmp_p
     ({"method": "pav"}, "chances", "labels of method pav, which are progress, and chances are learned here; progress "
                                    ".method pav. is learned by recipe prm with --prm-labels progress"),
     ({"method": "information_gain"}, "progress", "labels of method information_gain, which are information gains")])
-def test_labels_of_another_kind_are_refused(tmp_path, task, change, kind, words):
+def test_labels_of_another_kind_are_refused(write, task, change, kind, words):
     """By their range, or where that tells nothing by what the file says has made them."""
-    rows = read_labelled(write(tmp_path / "l.jsonl", task, {}, change), task)
+    rows = read_labelled(write({}, change), task)
     with pytest.raises(BadInput, match=f"--labels l.jsonl: problem 3 of rl has {words}"):
         check_kind("l.jsonl", rows, kind)
     check_kind("l.jsonl", rows[:1], kind)  # made by nobody knows what
 
 
-def test_labels_of_the_kind_that_is_learned_pass(tmp_path, task):
+def test_labels_of_the_kind_that_is_learned_pass(write, task):
     for kind, methods in (("chances", ["gold", "rpe", "somebody's", None, ["pav"]]), ("progress", ["pav", "", 3])):
-        path = write(tmp_path / f"{kind}.jsonl", task, *({"method": method} for method in methods))
+        path = write(*({"method": method} for method in methods), name=kind)
         check_kind(path, read_labelled(path, task), kind)
 
 
-def test_a_file_from_which_nothing_can_be_learned_is_refused(tmp_path, task):
+def test_a_file_from_which_nothing_can_be_learned_is_refused(write, task):
     nothing = {"solution": "=21", "labels": [], "outcome": None}
-    none, one = (SimpleNamespace(labels=write(tmp_path / f"{n}.jsonl", task, *rows))
+    none, one = (SimpleNamespace(labels=write(*rows, name=str(n)))
                  for n, rows in enumerate(([nothing, nothing], [nothing, {}])))
     with pytest.raises(BadInput, match="has no solution with a step"):
         check_labels(none, task, "chances")
@@ -129,8 +130,8 @@ def play_of(path: str, task, step: int = 0, rank: int = 0, world: int = 1, memor
                            log=lambda role, values: logged.update({(role, name): v for name, v in values.items()}))
 
 
-def test_an_epoch_goes_through_all_of_them_in_an_order_of_its_own(tmp_path, task):
-    path = write(tmp_path / "l.jsonl", task, *({"index": i} for i in range(8)))
+def test_an_epoch_goes_through_all_of_them_in_an_order_of_its_own(write, task):
+    path = write(*({"index": i} for i in range(8)))
     seen = [[row.problem.index for row in labelled_of_step(play_of(path, task, step))] for step in range(4)]
     assert sorted(seen[0] + seen[1]) == sorted(seen[2] + seen[3]) == list(range(8))
     assert seen[0] + seen[1] != seen[2] + seen[3] and seen[0] + seen[1] != list(range(8))
@@ -138,8 +139,8 @@ def test_an_epoch_goes_through_all_of_them_in_an_order_of_its_own(tmp_path, task
     assert [row.problem.index for row in again] == seen[3]  # a function of seed and step
 
 
-def test_ranks_share_a_step_out_and_copies_are_those_of_the_whole(tmp_path, task):
-    path = write(tmp_path / "l.jsonl", task, *({"outcome": outcome} for outcome in (True, False, None, True)))
+def test_ranks_share_a_step_out_and_copies_are_those_of_the_whole(write, task):
+    path = write(*({"outcome": outcome} for outcome in (True, False, None, True)))
     whole = labelled_of_step(play_of(path, task))
     parts = [labelled_of_step(play_of(path, task, rank=rank, world=2)) for rank in (0, 1)]
     named = lambda rows: [(row.outcome, row.copy) for row in rows]
@@ -147,19 +148,19 @@ def test_ranks_share_a_step_out_and_copies_are_those_of_the_whole(tmp_path, task
     assert [row.copy for row in whole] == [0, 1, 2, 3]  # of one problem
 
 
-def test_a_run_goes_on_with_the_file_that_it_began_with(tmp_path, task):
-    path, memory = write(tmp_path / "l.jsonl", task, {}), {}
+def test_a_run_goes_on_with_the_file_that_it_began_with(write, task):
+    path, memory = write({}), {}
     labelled_of_step(play_of(path, task, memory=memory))
-    write(tmp_path / "l.jsonl", task, {"labels": [1.0, 0.5]})
+    write({"labels": [1.0, 0.5]})
     read_labelled.cache_clear()  # another process
     with pytest.raises(BadInput, match="no longer the file that the run began with"):
         labelled_of_step(play_of(path, task, memory=memory))
 
 
-def test_ranks_with_different_files_are_refused(tmp_path, task, monkeypatch):
+def test_ranks_with_different_files_are_refused(write, task, monkeypatch):
     monkeypatch.setattr(labelled_module, "gather_lists", lambda rows, device: [*rows, 1])
     with pytest.raises(BadInput, match="the ranks have read different files"):
-        labelled_of_step(play_of(write(tmp_path / "l.jsonl", task, {}), task))
+        labelled_of_step(play_of(write({}), task))
 
 
 def test_labels_are_asked_for_before_anything_is_written(base):
@@ -167,8 +168,6 @@ def test_labels_are_asked_for_before_anything_is_written(base):
         tango_rl.main(parse(tango_rl, [*rl_flags("--recipe", "orm", "--run", "r"), "--labels", ""]))
     assert not (base / "runs").exists()
 
-
-# Pairs
 
 def row_of(index: int, outcome: bool | None, solution: str = "") -> Labelled:
     return Labelled(Problem("rl", index, "p", ""), solution, outcome, [])
@@ -183,8 +182,8 @@ def test_a_problem_with_a_right_and_a_wrong_solution_makes_a_pair_wherever_they_
     assert right_and_wrong([]) == []
 
 
-def test_the_pairs_of_a_step_are_shared_out_and_problems_without_one_are_counted(tmp_path, task):
-    path = write(tmp_path / "l.jsonl", task, {"outcome": True}, {"outcome": None}, {"index": 1}, {"outcome": False})
+def test_the_pairs_of_a_step_are_shared_out_and_problems_without_one_are_counted(write, task):
+    path = write({"outcome": True}, {"outcome": None}, {"index": 1}, {"outcome": False})
     whole = play_of(path, task)
     pairs = pairs_of_step(whole, "verifier")
     assert [[(row.problem.index, row.outcome) for row in pair] for pair in pairs] == [[(3, True), (3, False)]] * 4

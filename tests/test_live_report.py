@@ -33,7 +33,6 @@ def written(base, monkeypatch) -> list:
 
 
 def test_the_report_is_written_at_every_evaluation(written):
-    """Two groups of four are logged in each step; the evaluation before step 0 is repeated in its record."""
     train(*FLAGS)
     assert written == [("under way, after step 0", False, [0], 0), ("under way, after step 1", True, [0], 8),
                        ("under way, after step 3", True, [0, 2], 24),

@@ -1,8 +1,6 @@
 """
 Verdict tokens as a scalar verifier: where they are asked, and the coefficients of losses of their log-odds by hand. The
 updates are those of the recipes (test_supervised, test_refit, test_cooper).
-
-    python -m pytest tests/test_log_odds.py -q
 """
 import math
 from dataclasses import replace
@@ -36,16 +34,11 @@ def rollouts_of(lengths=LENGTHS, seed: int = 0) -> Rollouts:
                     torch.ones(N, dtype=torch.bool), limit=T, texts=["x"] * N)
 
 
-# Tokens and places
-
-def test_verdict_tokens_are_the_first_in_which_the_verdicts_differ():
+def test_verdict_tokens_are_the_first_in_which_the_verdicts_differ_if_they_do():
     assert verdict_tokens(BYTES, COMPACT) == (ord("T"), ord("F")) and verdict_opening(BYTES, COMPACT) == []
     right, wrong = verdict_tokens(BYTES, PAPER)
     assert (chr(right), chr(wrong)) == ("C", "I")
     assert BYTES.decode(verdict_opening(BYTES, PAPER)) == "\\boxed{"
-
-
-def test_verdicts_of_which_one_begins_like_the_other_are_refused():
     with pytest.raises(BadInput, match="format compact: of 'T' and 'Th'"):
         verdict_tokens(BYTES, replace(COMPACT, incorrect="Th"))
 
@@ -78,8 +71,6 @@ def test_labels_stand_after_their_steps_and_are_read_from_there():
     assert end_read(rollouts_of(), torch.arange(18.0).view(3, 6)).tolist() == [4.0, 6 + 2, 12 + 5]
 
 
-# Log-odds
-
 @pytest.mark.parametrize("temperature", ["1", "0.5"])
 def test_log_odds_are_the_difference_of_two_logits_at_the_sampling_temperature(base, temperature):
     t, rollouts = random_play("refit", "--temperature", temperature), rollouts_of()
@@ -88,8 +79,6 @@ def test_log_odds_are_the_difference_of_two_logits_at_the_sampling_temperature(b
         torch.testing.assert_close(found[:length].double(), row.detach(), rtol=1e-4, atol=1e-4)
         assert (found[length:] == 0).all()
 
-
-# Coefficients
 
 def test_coefficients_by_hand():
     s, places = torch.tensor([[0.0, 0.0, math.log(3), 40.0, -40.0]]), torch.tensor([[1, 1, 1, 1, 0]]).bool()

@@ -1,7 +1,5 @@
 """
 MAGRPO: joint actions and returns by hand, an update against the literal loss, a frozen partner, the evaluation.
-
-    python -m pytest tests/test_magrpo.py -q
 """
 import zlib
 from dataclasses import replace
@@ -9,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_dpo import (are_equal, assert_close, assert_refused, gradient_of, log_likelihoods, moved_by, parsed,
-                      random_play, weights_of)
+from test_dpo import (are_equal, assert_close, gradient_of, log_likelihoods, moved_by, parsed, random_play, weights_of,
+                      writing)
 
 from nanochat import recipes
 from nanochat.common import BadInput
@@ -21,25 +19,17 @@ HALVES = ("--task", "halves", "--num-samples", "2")
 AND = "<and>"  # between the parts of a joint solution, in what follows
 
 
-# By hand
-
 @pytest.mark.parametrize("table, of_aligned, of_cross", [
     # table[i][j]: the outcome of the first agent's i-th with the second one's j-th completion
     ([[1, 0], [0, 0]], ([1, 0], [1, 0]), ([1, 0], [1, 0])),
     ([[1, 1], [0, 0]], ([1, 0], [1, 0]), ([2, 0], [1, 1])),  # the second agent makes no difference: only cross sees it
     ([[0, 1], [1, 0]], ([0, 0], [0, 0]), ([1, 1], [1, 1])),
-    ([[1, 0], [0, 1]], ([1, 1], [1, 1]), ([1, 1], [1, 1])),  # two conventions, both found
     ([[1, 0], [1, 1]], ([1, 1], [1, 1]), ([1, 2], [2, 1])),
-    ([[0, 0], [0, 0]], ([0, 0], [0, 0]), ([0, 0], [0, 0])),
-    ([[1, 1], [1, 1]], ([1, 1], [1, 1]), ([2, 2], [2, 2])),
-    ([[1, None], [0, 1]], ([1, 1], [1, 1]), ([None, 1], [1, None])),
-    ([[None, 0], [0, 1]], ([None, 1], [None, 1]), ([None, 1], [None, 1])),
-])
+    ([[1, None], [0, 1]], ([1, 1], [1, 1]), ([None, 1], [1, None]))])
 def test_returns_on_a_table_of_two_by_two(table, of_aligned, of_cross):
     for join, expected in ((aligned, of_aligned), (cross, of_cross)):
-        actions = join(2, 2)
-        outcomes = [table[i][j] for i, j in actions]
-        assert tuple(returns_of(agent, actions, outcomes, 2) for agent in range(2)) == expected
+        outcomes = [table[i][j] for i, j in join(2, 2)]
+        assert tuple(returns_of(agent, join(2, 2), outcomes, 2) for agent in range(2)) == expected
 
 
 def test_joint_actions():
@@ -49,8 +39,6 @@ def test_joint_actions():
     for join in (aligned, cross):  # one agent has its reward
         assert returns_of(0, join(5, 1), [1, 0, 0, 1, 0], 5) == [1, 0, 0, 1, 0]
 
-
-# A step
 
 def play_with(*flags: str):
     """Random models, and a hash of both parts that says whether they are right together, and what they are alone."""
@@ -160,15 +148,10 @@ def test_what_no_rank_can_score_is_said(base, capsys):
 
 @pytest.mark.parametrize("calculator", [True, False])
 def test_agents_may_call_what_solutions_may(base, calculator):
-    t, tools = play_with("--max-new-tokens", "8"), []
-    t.sampler.calculator, draw = calculator, t.sample
-    t.sample = lambda *args, tool=None, **options: tools.append(tool) or draw(*args, tool=tool, **options)
+    t = writing(play_with(), {"first": ["=0"], "second": ["=0"]})
+    t.sampler.calculator = calculator
     list(magrpo.play(t))
-    assert [tool is not None for tool in tools] == [calculator] * 2
-
-
-def test_a_task_of_one_agent_is_refused():
-    assert_refused("magrpo", "--task chain: it says nothing", "--task", "chain")
+    assert [tool is not None for tool in t.tools.values()] == [calculator] * 2
 
 
 @pytest.mark.parametrize("name", ["joint", "half_outcomes", "agrees"])

@@ -1,7 +1,5 @@
 """
 MARS: packing, advantages and draws by hand, what a trajectory's prompts hold, what is trained.
-
-    python -m pytest tests/test_mars.py -q
 """
 import random
 from collections import Counter
@@ -9,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from test_dpo import assert_refused, parsed, random_play
+from test_dpo import parsed, random_play
 
 from nanochat import engine
 from nanochat.common import BadInput
@@ -23,15 +21,10 @@ SMALL = ["--task", "lookup", "--lookup-noise", "3", "--chain-modulus", "3", "--m
          "--most-turns", "3", "--condense-tokens", "2", "--most-bins", "2", "--bin-size", "6", "--num-samples", "6"]
 
 
-# Formulas
-
-def test_first_fit_decreasing_by_hand():
+def test_first_fit_decreasing_by_hand_and_too_many_or_too_long_documents_are_refused():
     assert first_fit_decreasing([4, 8, 1, 4, 2, 1], 10) == [[1, 4], [0, 3, 2, 5]]  # 8 2 and 4 4 1 1, both full
     assert first_fit_decreasing([], 10) == [] and first_fit_decreasing([5, 5, 5], 10) == [[0, 1], [2]]
     assert first_fit_decreasing([11, 2, 10], 10) == [[0], [2], [1]] and first_fit_decreasing([0, 0], 1) == [[0, 1]]
-
-
-def test_documents_are_read_in_their_order_and_too_many_or_too_long_ones_are_refused():
     args = parsed("mars", "--task", "lookup", "--bin-size", "6", "--most-bins", "2")
     assert packed(["a1", "b2c3d4", "e5"], args) == ["b2c3d4", "a1e5"] and packed([], args) == []
     with pytest.raises(BadInput, match="--bin-size 6.* 3 prompts, and --most-bins is 2"):
@@ -73,15 +66,11 @@ def test_a_problem_without_queries_draws_nothing_and_draws_do_not_depend_on_the_
     assert balanced_rows([1.0, 2.0, 3.0], [0, 0, 0], [7], {0: 2}, 0.0, "0-1") == rows[:2]  # as another rank has it
 
 
-@pytest.mark.parametrize("fmt, text, query", [
-    (COMPACT, "<c>", "c"), (COMPACT, "4+7:1;<g>", "g"), (COMPACT, "<a<c>", "c"), (COMPACT, "<>", ""),
-    (COMPACT, "", None), (COMPACT, "=3", None), (COMPACT, "<c", None), (COMPACT, "c>", None), (COMPACT, "<c>;", None),
-    (PAPER, "<think>a<q>b c</q>", "b c"), (PAPER, "<q>b</q> ", None)])
-def test_a_turn_ends_with_a_query_or_not(fmt, text, query):
-    assert asked(fmt, text) == query
+def test_a_turn_ends_with_a_query_or_not():
+    assert [asked(COMPACT, text) for text in ("<c>", "4+7:1;<g>", "<a<c>", "<>")] == ["c", "g", "c", ""]
+    assert {asked(COMPACT, text) for text in ("", "=3", "<c", "c>", "<c>;")} == {None}
+    assert asked(PAPER, "<think>a<q>b c</q>") == "b c" and asked(PAPER, "<q>b</q> ") is None
 
-
-# Trajectories
 
 @pytest.fixture
 def t(base, monkeypatch):
@@ -132,8 +121,6 @@ def test_a_turn_stands_after_what_was_asked_and_found_before(t):
     assert mars.num_queries(turns) == nums and max(nums) == 2
     assert last_turns(turns).texts == last and last_turns(turns).problems() == problems
 
-
-# What is trained
 
 def test_both_systems_get_their_trajectorys_advantage_and_no_token_of_the_other(t):
     """The last turn alone is checked."""
@@ -192,11 +179,3 @@ def test_the_evaluation_is_of_both_systems_each_with_its_own_limit(base, monkeyp
     assert limits == {("turn", 8), ("condense", int(condense))}
     assert set(found) == {f"gen/{name}_{split}" for name in ("pass1", "queries") for split in ("in", "out")}
     assert all(0 <= value <= 2 for value in found.values())
-
-
-@pytest.mark.parametrize("words, flags", [
-    ("--task chain: has no documents", ["--task", "chain"]), ("--calculator: .* one tool", ["--calculator"]),
-    ("--bin-size 6: .* --most-bins is 4", ["--lookup-noise", "12", "--bin-size", "6"]),  # of what any key finds
-    ("--bin-size 6: a document has", ["--lookup-keys", "100", "--lookup-noise", "3", "--bin-size", "6"])])
-def test_settings_that_cannot_work_are_refused(words, flags):
-    assert_refused("mars", words, "--task", "lookup", *flags)

@@ -1,10 +1,7 @@
 """
 MedVLSynther: the rubric, which problems are learned, and by which answers.
-
-    python -m pytest tests/test_medvlsynther.py -q
 """
-import pytest
-from test_dpo import assert_refused, random_play, writing
+from test_dpo import random_play, writing
 from test_proposals import BETTER, GOOD, in_which
 
 from nanochat import recipes
@@ -16,11 +13,11 @@ from tasks.formats import COMPACT
 medvlsynther = recipes.load("medvlsynther")
 
 
-@pytest.mark.parametrize("text, num_steps, score", [
-    ("2T;0T;=T", 2, 1.0), ("2T;0F;=T", 2, 0.5), ("2T;0T;=F", 2, 0.0), ("2F;0F;=T", 2, 0.0), ("=T", 0, 0.0),
-    ("2T;=T", 2, 0.0), ("2T;0T;", 2, 0.0), ("", 1, 0.0), ("1T;" * 9 + "1F;=T", 10, 0.9)])
-def test_a_score_is_the_share_of_passed_steps_after_a_right_verdict(text, num_steps, score):
-    assert rubric_score(parse_verification(COMPACT, text, num_steps)) == pytest.approx(score)
+def test_a_score_is_the_share_of_passed_steps_after_a_right_verdict():
+    score = lambda text, num_steps: rubric_score(parse_verification(COMPACT, text, num_steps))
+    assert score("2T;0T;=T", 2) == 1 and score("2T;0F;=T", 2) == 0.5 and score("1T;" * 9 + "1F;=T", 10) == 0.9
+    assert {score(*said) for said in (("2T;0T;=F", 2), ("2F;0F;=T", 2), ("=T", 0), ("2T;=T", 2), ("2T;0T;", 2), ("", 1))
+            } == {0}
 
 
 def test_a_problem_passes_with_an_answer_and_the_score():
@@ -66,12 +63,9 @@ def test_unscorable_are_rollouts_that_take_no_part(base):
     assert t.metrics["gen/unscorable"] == 0.5
 
 
-def test_gold_answers_take_the_place_of_keys_where_they_are_asked_for(base):
+def test_gold_answers_may_take_the_place_of_keys_and_without_a_least_score_all_are_learned(base):
     problems, keys, rewards, outcomes = learned(play_with("--answers", "gold"))
     assert problems == [GOOD] * 2 and rewards == outcomes == [False, True] and "x" not in keys
-
-
-def test_without_a_least_score_all_problems_with_a_key_are_learned(base):
     problems, keys, _, _ = learned(play_with("--min-score", "0"))
     assert problems == [GOOD] * 2 + [BETTER] * 2 and keys[:2] == ["x"] * 2
 
@@ -80,7 +74,3 @@ def test_where_nothing_passes_nothing_is_learned(base):
     t = play_with()
     t.task.read_answer = lambda text: None
     assert list(medvlsynther.play(t)) == [] and t.metrics["gen/passed"] == 0
-
-
-def test_a_task_that_reads_no_proposals_is_refused():
-    assert_refused("medvlsynther", "--task last_letter: reads no proposed problems", "--task", "last_letter")

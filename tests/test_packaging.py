@@ -26,7 +26,6 @@ def test_the_packages_are_the_folders_with_code():
 
 
 def test_a_package_comes_with_all_its_files():
-    """What is not Python matches a pattern of the package's data, and every pattern matches something."""
     patterns = SETUPTOOLS["package-data"]
     for package in PACKAGES:
         names = [path.name for path in (ROOT / package.replace(".", "/")).iterdir()

@@ -112,7 +112,6 @@ def choose(browser, **values) -> list[int]:
 
 
 def details_text(card) -> list[str]:
-    """The texts that stand below a solution, folded or not."""
     return [node.get_attribute("textContent") for node in card.find_elements("css selector", "details .mono")]
 
 
@@ -222,7 +221,6 @@ def test_rollouts_about_one_problem_stand_beside_each_other_underlined_by_advant
 
 
 def test_verifications_of_one_solution_are_tallied_by_their_verdicts(shown):
-    """Ten steps of the verifier alone: its group's outcome is one, its verdicts are two."""
     assert choose(shown, run=5, role="judge") == [1, 1]
     assert "1 of 2 verdicts agree with the outcome" in find(shown, "section.group .head")[0].text
 

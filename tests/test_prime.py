@@ -1,14 +1,12 @@
 """
 PRIME: its formulas by hand, the PRM's update against autograd of the paper's loss, which role learns when.
-
-    python -m pytest tests/test_prime.py -q
 """
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_dpo import assert_close, assert_refused, gradient_of, moved_by, random_play, token_logprobs
+from test_dpo import assert_close, gradient_of, moved_by, random_play, token_logprobs
 from torch.nn.functional import binary_cross_entropy
 
 from nanochat.recipes.policy import prime
@@ -39,8 +37,6 @@ def close(a, b):
     torch.testing.assert_close(a, torch.tensor(b), rtol=1e-5, atol=1e-5)
 
 
-# Process rewards: three rollouts with the means 2, 4 and 1
-
 REWARDS = torch.tensor([[1.0, 3.0, 0.0], [4.0, 0.0, 0.0], [0.0, 0.0, 3.0]])
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]]).bool()
 GROUP = torch.zeros(3, dtype=torch.long)
@@ -70,8 +66,6 @@ def test_the_largest_return_is_taken_over_all_ranks():
     assert [prime.largest_return(rewards[rows], other_rank) for rows in ([0, 1], [1], [])] == [9, 7, 7]
 
 
-# The advantage
-
 Q = torch.tensor([[2.0, -1.0], [1.0, 0.0]])
 
 
@@ -87,21 +81,16 @@ def test_the_advantage_is_the_sum_of_both_returns_whitened(baseline, expected):
     assert t.metrics["gen/largest_process_return"] == 0.5
 
 
-def test_without_the_norm_process_rewards_count_as_they_are():
+def test_without_the_norm_process_rewards_count_as_they_are_and_without_rollouts_nothing_does():
     # 1, -.5 | .5 with the means .25 | .5: .5, -1 | .25; returns -.5, -1 | .25; outcomes add 1, 1 | -1: .5, 0 | -.75
     raw = torch.tensor([[0.5, 0.0], [-0.75, 0.0]])
     expected = whiten(raw, torch.tensor([[1, 1], [1, 0]]).bool())
     advantages = prime.advantages_of(play_of(process_norm="none"), rollouts_of([2, 1], [True, False]), Q)
     torch.testing.assert_close(advantages, expected)
-
-
-def test_a_rank_without_rollouts_has_empty_advantages():
     nothing = rollouts_of([], [])
     assert prime.advantages_of(play_of(), nothing, torch.zeros(0, 4)).shape == (0, 4)
     assert prime.prm_coefficients(torch.zeros(0, 4), [], nothing.mask, 0.05).shape == (0, 4)
 
-
-# Who takes part
 
 def test_problems_that_are_too_easy_too_hard_or_not_scorable_are_left_out():
     groups = {0: [True] * 5, 1: [True] * 4 + [False], 2: [True] + [False] * 4, 3: [False] * 5,  # 1, .8, .2, 0
@@ -112,16 +101,12 @@ def test_problems_that_are_too_easy_too_hard_or_not_scorable_are_left_out():
     assert keep_groups(outcomes, group_id, 0.3, 0.7) == [25, 26]
 
 
-# The PRM
-
 def test_the_coefficient_is_beta_times_outcome_less_probability():
     q, mask = torch.tensor([[0.0, 0.0], [30.0, 10.0], [30.0, 10.0]]), torch.tensor([[1, 1], [1, 0], [1, 1]]).bool()
     # sigma(0) = .5; sigma(.05 * 40) = 1 / (1 + e^-2) = .880797
     expected = [[0.025, 0.025], [0.05 * (1 - 0.880797), 0.0], [-0.05 * 0.880797] * 2]
     close(prime.prm_coefficients(q, [True, True, False], mask, 0.05), expected)
 
-
-# A step
 
 def step(*flags: str):
     return random_play("prime", "--accuracy-filter", "0", "1", "--prm-beta", "0.3", *flags)
@@ -183,8 +168,6 @@ def test_a_step_whose_problems_are_all_left_out_moves_nobody(base):
     assert list(prime.play(t)) == [] and t.metrics["gen/filtered"] == 1
 
 
-# How well it judges
-
 def test_how_well_log_odds_judge_rollouts_pairs_and_steps():
     # problem 0: right 2, wrong 1 and 3; problem 1: right 5, wrong 5; problem 2: two right ones make no pair
     outcomes, scores = [True, False, False, False, True, True, True], [2.0, 1.0, 3.0, 5.0, 5.0, 0.0, 1.0]
@@ -197,9 +180,3 @@ def test_how_well_log_odds_judge_rollouts_pairs_and_steps():
     assert judged["pair_accuracy"] == [1.0, 0.5, 1.0, 0.0]   # 40 against -40 and 40; 0 against -40 and 40
     assert step_sums([True, False], [1, 3], [1.0, 2.0, 4.0, 8.0, 16.0]) == [[True, 3.0], [False, 12.0]]
     assert step_sums([], [1, 3], [1.0, 2.0, 4.0, 8.0, 16.0]) == []  # nobody labelled them
-
-
-@pytest.mark.parametrize("words, flags", [
-    ("--accuracy-filter 0.8 0.2", ["--accuracy-filter", "0.8", "0.2"]), ("--advantage grpo", ["--advantage", "grpo"])])
-def test_settings_that_cannot_work_are_refused(words, flags):
-    assert_refused("prime", words, *flags)

@@ -1,11 +1,9 @@
 """
 Progress rewards: the values of prefixes by a prover that is known, what they make of steps.
-
-    python -m pytest tests/test_progress_rewards.py -q
 """
 import pytest
 import torch
-from test_dpo import assert_refused, random_play, writing
+from test_dpo import random_play, writing
 
 from nanochat.recipes.policy import progress_rewards
 from nanochat.rl.credit.rewards import at_step_ends, step_rewards
@@ -91,7 +89,3 @@ def test_with_alpha_0_the_outcomes_alone_reward(base):
         update, = progress_rewards.play(play_of("--continuations", "2", "--best-of", "1", *flags))
         found.append(update.parts[0][1])
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2]) and found[0].any()
-
-
-def test_no_more_are_kept_than_there_are():
-    assert_refused("progress_rewards", "--best-of 9: of --continuations 8", "--best-of", "9")

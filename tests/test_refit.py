@@ -1,7 +1,5 @@
 """
 Refit: when the verifier learns and from what, its update against autograd, what the policy is rewarded with.
-
-    python -m pytest tests/test_refit.py -q
 """
 import pytest
 import torch

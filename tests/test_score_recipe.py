@@ -1,7 +1,5 @@
 """
 SCoRe: rewards of two turns, the KL in the weights, the update of either stage against its loss, and the evaluation.
-
-    python -m pytest tests/test_score_recipe.py -q
 """
 import statistics
 
@@ -18,8 +16,6 @@ from nanochat.rl.records.prompts import generator_prompt
 OUTCOMES = [(False, False), (False, True), (True, False), (True, True)]
 
 
-# The formulas
-
 @pytest.mark.parametrize("stage, credit, rewards", [
     (1, "own", [(0, 0), (0, 1), (0, 0), (0, 1)]),      # eq. 3: the second attempt alone is rewarded
     (1, "total", [(0, 0), (1, 1), (0, 0), (1, 1)]),
@@ -30,8 +26,11 @@ def test_rewards_of_both_turns_by_hand(stage, credit, rewards):
     assert [turn_rewards(a, b, stage, 10.0, credit) for a, b in OUTCOMES] == rewards
 
 
-def test_an_episode_that_cannot_be_scored_earns_nothing():
+def test_an_episode_that_cannot_be_scored_earns_nothing_and_is_no_change():
     assert turn_rewards(None, True, 1, 10.0) == turn_rewards(True, None, 2, 10.0) == (None, None)
+    found = changes([*OUTCOMES, (None, True), (True, None)])
+    assert found == {"delta": [0, 1, -1, 0], "wrong_to_right": [False, True, False, False],
+                     "right_to_wrong": [False, False, True, False]}
 
 
 def test_the_kl_in_the_weights_by_hand():
@@ -39,14 +38,6 @@ def test_the_kl_in_the_weights_by_hand():
     torch.testing.assert_close(with_kl(torch.tensor([[1.5, -0.5, 0.0]]), log_ratio, 0.1),
                                torch.tensor([[1.5 - 0.03, -0.5, 0.25]]))
 
-
-def test_changes_between_attempts():
-    found = changes([*OUTCOMES, (None, True), (True, None)])
-    assert found == {"delta": [0, 1, -1, 0], "wrong_to_right": [False, True, False, False],
-                     "right_to_wrong": [False, False, True, False]}
-
-
-# A step
 
 def rloo(values: list[float | None]) -> list[float]:
     """Each value less the mean of the others; 0 for one that is None or alone."""

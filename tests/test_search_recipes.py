@@ -1,18 +1,15 @@
 """
 Search-R1, R1-Searcher, SSRL: what is read of a text, rewards by hand, masks, what a step of each is made of.
-
-    python -m pytest tests/test_search_recipes.py -q
 """
 import copy
 from dataclasses import replace
 
 import pytest
 import torch
-from test_dpo import are_equal, assert_refused, moved_by, random_play
+from test_dpo import are_equal, moved_by, random_play
 from test_lookup import RIGHT
-from test_search import vocabulary
+from test_search import vocabulary, writing_only
 
-from nanochat import engine
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.recipes.search import r1_searcher, search_r1, ssrl
 from nanochat.recipes.search.r1_searcher import is_formed, stage1_reward, stage2_reward
@@ -26,8 +23,6 @@ from tasks.formats import COMPACT, PAPER
 RECIPES = {"search_r1": search_r1, "r1_searcher": r1_searcher, "ssrl": ssrl}
 
 
-# What is read
-
 def test_queries_and_their_information():
     read = lambda text: read_queries(COMPACT, text)
     assert read(RIGHT) == [("c", "7"), ("g", "3")] and read("") == read("4+7:1;=1") == []
@@ -38,21 +33,17 @@ def test_queries_and_their_information():
     assert read_queries(PAPER, "<q>a</q> <i>b</i>") is None
 
 
-@pytest.mark.parametrize("text, stopped, ok", [
-    ("=3", True, True), ("4+7:1;=1", True, True), ("=3", False, False), ("", True, False), ("=", True, False),
-    ("=3=3", True, False), ("=<c>(7)", True, False), ("4+7:1;", True, False)])
-def test_one_answer_at_the_end(text, stopped, ok):
-    assert answers_once(COMPACT, text, stopped) is ok
+def test_one_answer_at_the_end():
+    ends = lambda text, stopped=True: answers_once(COMPACT, text, stopped)
+    assert ends("=3") is ends("4+7:1;=1") is True and ends("=3", False) is False
+    assert {ends(text) for text in ("", "=", "=3=3", "=<c>(7)", "4+7:1;")} == {False}
 
 
-# Rewards
-
-@pytest.mark.parametrize("text, stopped, num_queries, formed", [
-    (RIGHT, True, 2, True), (RIGHT, False, 2, False), ("4+7:1;=1", True, 0, True),
-    (RIGHT, True, 1, False),  # one of the two it wrote itself
-    ("<c>();=1", True, 1, True), ("<c>;(7)=1", True, 1, False), ("<c>(7);", True, 1, False)])
-def test_the_form_that_r1_searcher_asks_for(text, stopped, num_queries, formed):
-    assert is_formed(COMPACT, text, stopped, num_queries) is formed
+def test_the_form_that_r1_searcher_asks_for():
+    formed = lambda text, num, stopped=True: is_formed(COMPACT, text, stopped, num)
+    assert formed(RIGHT, 2) is formed("4+7:1;=1", 0) is formed("<c>();=1", 1) is True
+    assert formed(RIGHT, 2, False) is formed(RIGHT, 1) is False  # one of the two it wrote itself
+    assert formed("<c>;(7)=1", 1) is formed("<c>(7);", 1) is False
 
 
 def test_stage_1_pays_the_search_and_the_form_and_the_answer_only_if_told():
@@ -69,19 +60,13 @@ def test_stage_2_pays_the_answer_less_a_penalty_for_its_form():
     assert stage2_reward(False, True, 1.0) == 0
 
 
-@pytest.mark.parametrize("text, stopped, reward", [
-    (RIGHT, True, 1.0), ("<c>(7);4+7:1;=1", True, 1.0), ("4+7:1;=1", True, 0.5), (RIGHT, False, 0.0),
-    ("<c>();=1", True, 0.0), ("<>(7);=1", True, 0.0), ("<c>;=1", True, 0.0), ("<c>(7);", True, 0.0)])
-def test_the_form_that_ssrl_pays(text, stopped, reward):
-    assert form_reward(COMPACT, text, stopped) == reward
-
-
 def test_ssrl_pays_nine_tenths_for_the_answer_and_one_for_the_form():
+    pays = lambda text, stopped=True: form_reward(COMPACT, text, stopped)
+    assert pays(RIGHT) == pays("<c>(7);4+7:1;=1") == 1 and pays("4+7:1;=1") == 0.5 and pays(RIGHT, False) == 0
+    assert {pays(text) for text in ("<c>();=1", "<>(7);=1", "<c>;=1", "<c>(7);")} == {0}
     assert [reward_of(*pair) for pair in [(True, 1.0), (True, 0.0), (False, 0.5), (False, 0.0), (None, 1.0)]] == [
         pytest.approx(1.0), 0.9, 0.05, 0.0, None]
 
-
-# Masks
 
 def rollouts_of(t, texts: list[str]):
     problems = [t.task.problem("rl", i) for i in range(len(texts))]
@@ -104,49 +89,34 @@ def test_a_token_is_masked_that_begins_in_information(base):
     assert information_mask(tokenizer, COMPACT, rollouts).tolist() == [[False, False, False, True, True, False]]
 
 
-# A step
-
-WORDS = "<>abcde()=1;"
-
-
 @pytest.fixture
 def stepped(base, monkeypatch):
-    """A function (recipe, flags) -> (play, the updates of one step) with models that write WORDS alone."""
-    pick = engine.pick
-
+    """(recipe, flags) -> a play whose models write queries and answers, and the updates of one step."""
     def step(recipe: str, *flags: str):
-        t = random_play(recipe, "--task", "lookup", "--max-new-tokens", "14", *flags)
-        keep = torch.full((t.tokenizer.vocab_size,), float("-inf"))
-        keep[t.tokenizer.encode(WORDS) + t.tokenizer.stop_tokens[:1]] = 0.0
-        monkeypatch.setattr(engine, "pick", lambda logits, *rest: pick(0.1 * logits + keep, *rest))
+        t = writing_only("<>abcde()=1;", monkeypatch, recipe, "--max-new-tokens", "14", *flags)
         return t, list(RECIPES[recipe].play(t))
     return step
 
 
-def expected_rewards(recipe: str, t, rollouts, stage: int) -> list[float | None]:
-    """What each solution earns, from its text."""
-    outcomes = [t.task.check(None, text) for text in rollouts.texts]
+def earned(recipe: str, stage: int, outcome: bool | None, text: str, ended: bool, forced: str) -> float | None:
+    """What a solution earns by its text and what was forced in it."""
     if recipe == "search_r1":
-        return outcomes
-    ended = rollouts.stopped.tolist()
+        return outcome
     if recipe == "ssrl":
-        forms = [form_reward(COMPACT, *row) for row in zip(rollouts.texts, ended, strict=True)]
-        return [reward_of(*row) for row in zip(outcomes, forms, strict=True)]
-    # each query that was answered has one "(" that was forced
-    nums = [t.tokenizer.decode(row[forced].tolist()).count("(") for row, forced in zip(rollouts.tokens, rollouts.forced,
-                                                                                       strict=True)]
-    formed = [is_formed(COMPACT, *row) for row in zip(rollouts.texts, ended, nums, strict=True)]
-    searches = [num > 0 and read_queries(COMPACT, text) is not None
-                for num, text in zip(nums, rollouts.texts, strict=True)]
-    return ([stage1_reward(*row) for row in zip(searches, formed, outcomes, strict=True)] if stage == 1 else
-            [stage2_reward(*row, 2.0) for row in zip(formed, outcomes, strict=True)])
+        return reward_of(outcome, form_reward(COMPACT, text, ended))
+    num = forced.count("(")  # of each query that was answered
+    formed, searches = is_formed(COMPACT, text, ended, num), num > 0 and read_queries(COMPACT, text) is not None
+    return stage1_reward(searches, formed, outcome) if stage == 1 else stage2_reward(formed, outcome, 2.0)
 
 
 @pytest.mark.parametrize("recipe, stage", [("search_r1", 0), ("ssrl", 0), ("r1_searcher", 1), ("r1_searcher", 2)])
 def test_a_step_pays_and_masks_as_it_should(stepped, recipe, stage):
     t, (update,) = stepped(recipe, *(["--stage1-steps", str(2 - stage)] if stage else []))
     (rollouts, advantages), = update.parts
-    rewards = expected_rewards(recipe, t, rollouts, stage)
+    forced = [t.tokenizer.decode(row[mask].tolist())
+              for row, mask in zip(rollouts.tokens, rollouts.forced, strict=True)]
+    rewards = [earned(recipe, stage, t.task.check(None, text), text, *more)
+               for text, *more in zip(rollouts.texts, rollouts.stopped.tolist(), forced, strict=True)]
     assert rollouts.columns["reward"] == [None if r is None else float(r) for r in rewards]
     preset = PRESETS["reinforce++" if recipe == "r1_searcher" else "grpo"]
     torch.testing.assert_close(advantages, source_advantages(
@@ -187,9 +157,3 @@ def test_both_ways_are_evaluated(stepped, monkeypatch, recipe):
     assert set(found) == {f"gen/{name}_{split}" for name in ("pass1", f"{other}_pass1") for split in ("in", "out")}
     searching = [tool for tool in tools if tool is not None]
     assert len(tools) == 4 and len(searching) == len(set(map(id, searching))) == 2
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_settings_that_cannot_work_are_refused(recipe):
-    assert_refused(recipe, "--task chain: has no search", "--task", "chain")
-    assert_refused(recipe, "--calculator: .* one tool", "--task", "lookup", "--calculator")

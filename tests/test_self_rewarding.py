@@ -1,7 +1,5 @@
 """
 Self-Rewarding: points and pairs by hand, what a step is made of, snapshots, gold answers that change nothing.
-
-    python -m pytest tests/test_self_rewarding.py -q
 """
 import math
 
@@ -21,8 +19,6 @@ FLAGS = ["--num-samples", str(G), "--iteration-steps", "2", "--examples-per-step
          "--verifier-max-new-tokens", "12"]
 
 
-# By hand
-
 @pytest.mark.parametrize("texts, additive, verdict", [
     (["1+1:2T;2+1:3T;=T"], 5, 1),
     (["1+1:2F;2+1:3F;=F"], 0, 0),
@@ -38,30 +34,17 @@ def test_points_of_a_judgment(texts, additive, verdict):
     assert POINTS["additive"](judgment) == additive and POINTS["verdict"](judgment) == verdict
 
 
-def test_points_without_steps_and_in_any_order_of_the_steps():
-    """Thirds that add up to the same are no pair."""
+def test_points_without_steps_and_the_best_and_the_worst_of_a_group_by_hand():
+    pair = lambda *points: best_and_worst(points, [0] * 4)
+    assert pair(1, 5, 0, 3) == ([1], [2]) and pair(5, 5, 0, 0) == ([0], [2])  # of equal ones the first
+    assert pair(3, None, 4, None) == ([2], [0])                               # None is neither
+    assert pair(2, 2, 2, 2) == pair(2, None, None, 2) == pair(None, 4, None, None) == pair(*[None] * 4) == ([], [])
+    assert best_and_worst([1, 2, 9, 8, 7, 7], [0, 0, 1, 1, 2, 2]) == ([1, 2], [0, 3])
+    assert best_and_worst([], []) == ([], [])
+    # Thirds that add up to the same are no pair.
     assert [POINTS["additive"](Judgment([], final, 0)) for final in (1.0, 0.0, None)] == [1, 0, None]
     assert len({POINTS["additive"](Judgment(steps, 0.0, 0)) for steps in ([1 / 3, 1, 1], [1, 1, 1 / 3])}) == 1
 
-
-@pytest.mark.parametrize("points, pairs", [
-    ([1, 5, 0, 3], ([1], [2])),
-    ([5, 5, 0, 0], ([0], [2])),         # of equal ones the first
-    ([3, None, 4, None], ([2], [0])),   # None is neither
-    ([2, 2, 2, 2], ([], [])),           # a tie: no pair
-    ([2, None, None, 2], ([], [])),
-    ([None, 4, None, None], ([], [])),  # one alone
-    ([None] * 4, ([], []))])
-def test_the_best_and_the_worst_of_a_group_are_a_pair(points, pairs):
-    assert best_and_worst(points, [0] * 4) == pairs
-
-
-def test_each_group_has_its_own_pair():
-    assert best_and_worst([1, 2, 9, 8, 7, 7], [0, 0, 1, 1, 2, 2]) == ([1, 2], [0, 3])
-    assert best_and_worst([], []) == ([], [])
-
-
-# A step
 
 def judging(*flags: str, step: int = 0):
     """A step in which the snapshot's verifications say what they are told to: of each problem's four solutions that the

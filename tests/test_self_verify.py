@@ -1,10 +1,8 @@
 """
 Learning to Self-Verify: the turns, whose rollouts the one model learns from, and balanced verifier steps.
-
-    python -m pytest tests/test_self_verify.py -q
 """
 import pytest
-from test_dpo import are_equal, assert_refused, parsed, random_play, weights_of
+from test_dpo import are_equal, parsed, random_play, weights_of
 
 from nanochat import recipes
 from nanochat.rl.play.updates import apply_update
@@ -55,10 +53,3 @@ def test_a_verdict_alone_is_rewarded_and_right_and_wrong_solutions_are_balanced(
     args = parsed("self_verify")
     assert (args.gamma, args.class_weights, args.verifier_balance) == (0.0, False, True)
     assert args.verifier_head == "prompt" and self_verify.updates(args) == {"generator": 4, "verifier": 0}
-
-
-@pytest.mark.parametrize("flag, value, words", [
-    *(("--verifier-head", head, "this recipe is about one model") for head in ("own", "frozen", "trunk")),
-    ("--verifier-optimizer", "own", "both kinds of steps are updates of one")])
-def test_two_models_and_two_optimizers_are_refused(flag, value, words):
-    assert_refused("self_verify", f"{flag} {value}: {words}", flag, value)

@@ -8,10 +8,12 @@ import pytest
 from nanochat.recipes.policy.simulated_judge import group_auc, judged
 
 
-def test_an_unspoiled_judge_says_the_outcome_and_an_unknown_one_stays_unknown():
+def test_what_is_not_known_stays_unknown_and_is_left_out_of_the_ranking():
     assert [judged(outcome, 0, "1+1", "a", 0, 0) for outcome in (True, False, None)] == [1.0, 0.0, None]
     assert [judged(outcome, 0, "1+1", "a", 0, 1) for outcome in (True, False, None)] == [0.0, 1.0, None]
     assert [judged(outcome, 0, "1+1", "a", 1, 1) for outcome in (True, False, None)] == [0.5, 0.5, None]
+    assert group_auc([1.0, 0.0, 1.0, 0.5], [True, None, True, False], 2) == [None, 1.0]
+    assert group_auc([0.5, 0.5, None, 1.0], [True, False, None, True], 2) == [0.5, None]
 
 
 def test_ties_are_of_whole_problems_and_flips_of_texts_and_both_are_the_same_each_time():
@@ -32,8 +34,3 @@ def test_a_right_solution_is_ranked_above_a_wrong_one_as_often_as_ties_and_flips
     assert sum(known) / len(known) == pytest.approx((1 - ties) * (1 - flips) + ties / 2, abs=0.015)
     varies = [len(set(rewards[i: i + G])) > 1 for i in range(0, len(rewards), G)]
     assert sum(varies) / len(varies) == pytest.approx((1 - ties) * (1 - 2 / 2 ** G), abs=0.03)
-
-
-def test_groups_of_one_kind_and_solutions_without_an_outcome_are_left_out_of_the_ranking():
-    assert group_auc([1.0, 0.0, 1.0, 0.5], [True, None, True, False], 2) == [None, 1.0]
-    assert group_auc([0.5, 0.5, None, 1.0], [True, False, None, True], 2) == [0.5, None]

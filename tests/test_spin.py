@@ -1,7 +1,5 @@
 """
 SPIN: its update against autograd of the paper's loss in fp64, snapshots, demonstrations.
-
-    python -m pytest tests/test_spin.py -q
 """
 import math
 from dataclasses import replace
@@ -58,15 +56,10 @@ def test_an_iteration_begins_with_the_loss_log_2_against_a_snapshot(base):
     assert advantages[:P].unique().tolist() == pytest.approx([0.05 * (1 + G)])
 
 
-def test_ranks_share_out_the_problems_of_a_step_and_steps_go_on(base):
+def test_steps_go_on_through_the_problems_of_sft(base):
     t, dealt = random_play("spin", *FLAGS), []
     for t.state.step in (0, 1):
-        whole = sft_problems(t)
-        t.run.world = 2
-        for t.run.rank in (0, 1):
-            assert sft_problems(t) == whole[t.run.rank:: 2]
-        t.run.rank, t.run.world = 0, 1
-        dealt += whole
+        dealt += sft_problems(t)
     assert [(problem.split, problem.index) for problem in dealt] == [("sft", i) for i in range(8)]
 
 

@@ -1,8 +1,6 @@
 """
 Recipes that train a verifier on labelled solutions: their updates against the gradient of the paper's loss, what is
 learned from which label, and what is refused.
-
-    python -m pytest tests/test_supervised.py -q
 """
 import json
 from pathlib import Path
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TASK_FLAGS, parse, rl_flags
-from test_dpo import (assert_close, assert_refused, gradient_of, log_likelihoods, moved_by, random_play, token_logprobs,
+from test_dpo import (assert_close, gradient_of, log_likelihoods, moved_by, random_play, token_logprobs,
                       verdict_odds)
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
@@ -52,8 +50,6 @@ def check_update(t, update, loss, role: str = "verifier") -> None:
     expected = gradient_of(loss, t.roles[role].model)
     assert_close(moved_by(t, update, role), expected, 1e-5)
 
-
-# Updates
 
 @pytest.mark.parametrize("places, loss", [("end", "bce"), ("tokens", "bce"), ("end", "squared")])
 def test_an_orm_learns_the_outcome_where_it_is_asked(base, places, loss):
@@ -158,8 +154,6 @@ def test_a_genprm_learns_the_analyses_whose_verdicts_agree_with_the_labels(base,
     assert capsys.readouterr().out.count("most verifications cannot be read: was the verifier taught this form") == 1
 
 
-# Labels
-
 def test_labels_can_be_made_hard_or_progress_and_end_with_the_first_error():
     labels, progress = [1.0, 0.25, 0.0, 1.0, 0.0], [-1.0, -0.5, 0.0, 0.25, 1.0]
     assert prm.learned_labels(labels, "soft", False) == labels
@@ -169,7 +163,7 @@ def test_labels_can_be_made_hard_or_progress_and_end_with_the_first_error():
     assert prm.learned_labels(progress, "progress", False) == [0.0, 0.25, 0.5, 0.625, 1.0]  # V = (1 + A) / 2
 
 
-def test_an_analysis_agrees_when_all_its_verdicts_do():
+def test_an_analysis_agrees_when_all_its_verdicts_do_and_the_first_ones_are_kept():
     row = lambda labels, outcome: Labelled(None, "", outcome, labels)
     said = Verification([True, False], False, ())
     assert genprm.agrees(said, row([0.5, 0.4], False), 0.5)
@@ -179,9 +173,6 @@ def test_an_analysis_agrees_when_all_its_verdicts_do():
     assert not genprm.agrees(Verification([True, False], None, ("no_final_verdict",)), row([1.0, 0.0], None), 0.5)
     assert not genprm.agrees(Verification([True], False, ("step_count_mismatch",)), row([1.0, 0.0], False), 0.5)
     assert not genprm.agrees(Verification([], False, ("missing_tags",)), row([], False), 0.5)
-
-
-def test_of_a_solution_the_first_analyses_that_agree_are_kept():
     agree = [False, True, True, False, False, False, True, True, True]
     assert genprm.kept_rows(agree, 3, 0) == [1, 2, 6, 7, 8]
     assert genprm.kept_rows(agree, 3, 2) == [1, 2, 6, 7]
@@ -197,8 +188,6 @@ def test_a_verdict_that_has_other_tokens_in_a_text_is_refused_by_name(base, monk
         spots.forced_verdicts(t, "verifier", solutions, [False, True])
 
 
-# Runs and refusals
-
 def test_a_judge_is_evaluated_on_the_same_solutions_before_and_after(base):
     flags = rl_flags("--recipe", "prm", "--run", "r", "--num-steps", "2", "--prm-aggregate", "product")
     tango_rl.main(parse(tango_rl, flags))
@@ -207,13 +196,6 @@ def test_a_judge_is_evaluated_on_the_same_solutions_before_and_after(base):
     for name in ("ver/pass@1_fixed", "ver/maj_fixed", "ver/tokens_fixed"):
         assert before[name] == after[name] is not None
     assert before["ver/brier_fixed"] != after["ver/brier_fixed"]
-
-
-@pytest.mark.parametrize("words, flags", [
-    ("--until-first-error: with --prm-labels progress", ["--until-first-error"]),
-    ("--prm-aggregate product: with --prm-labels progress", ["--prm-aggregate", "product"])])
-def test_progress_knows_no_error_and_makes_no_product(words, flags):
-    assert_refused("prm", words, "--prm-labels", "progress", *flags)
 
 
 def assert_nothing_begins(base, complaint: str, recipe: str, *flags: str) -> None:

@@ -1,8 +1,6 @@
 """
 Recipe supervisor: its update against the gradient of the answers' likelihood, gains by hand and against label_steps,
 and what is drawn and refused.
-
-    python -m pytest tests/test_supervisor.py -q
 """
 import json
 import math
@@ -31,8 +29,6 @@ def true_nll(t, row, begun: str) -> torch.Tensor:
     answer = [*t.tokenizer.encode(row.problem.answer), t.tokenizer.assistant_end]
     return -logprobs_after(t.roles["supervisor"].model, prompt, answer).sum()
 
-
-# The update
 
 def test_a_supervisor_learns_the_answers_tokens_alone(base):
     """With all beginnings: the mean of their answers' losses, whose tokens and no others have a coefficient."""
@@ -71,8 +67,6 @@ def test_beginnings_are_drawn_anew_in_each_step_and_alike_on_all_ranks(base):
     assert supervisor.drawn(t, rows[two], cuts[two]) == [0, 1, 2]
 
 
-# Gains
-
 def test_what_gains_are_made_of_is_the_likelihood_of_the_answer_and_what_label_steps_finds(base):
     t = play_on_labels("supervisor")
     rows, model = labelled_of_step(t), t.roles["supervisor"].model
@@ -98,8 +92,6 @@ def test_scores_of_gains_by_hand():
     assert supervisor.gain_scores([]) == supervisor.gain_scores(rows[2:]) == dict.fromkeys(
         ("step_auc", "step_accuracy", "first_error_auc"))
 
-
-# Runs and refusals
 
 def test_labels_of_any_kind_will_do_but_there_must_be_a_file(base):
     """Information gains are no chances, and are not read."""

@@ -1,11 +1,9 @@
 """
 The policy that learns from judged pairs: its differences and its update by hand, and what is refused.
-
-    python -m pytest tests/test_think_rm_policy.py -q
 """
 import pytest
 import torch
-from test_dpo import assert_refused, random_play, writing
+from test_dpo import random_play, writing
 
 from nanochat.recipes.reward_models import think_rm_policy
 from nanochat.rl.credit.advantages import PRESETS, source_advantages
@@ -58,7 +56,3 @@ def test_equal_solutions_are_not_judged_and_without_choices_nothing_is_learned(b
     advantages, metrics, _ = played(["=1", "=0", "=2"], ["no"] * 3)
     assert not advantages.any() and metrics["gen/duels/unread"] == 1 and metrics["gen/duels/right_won"] is None
     assert played(["=1"] * 3, [])[2] == []
-
-
-def test_other_advantages_are_refused():
-    assert_refused("think_rm_policy", "--advantage rloo: the advantages are of differences", "--advantage", "rloo")

@@ -174,7 +174,6 @@ def test_forced_tokens_are_neither_trained_nor_counted():
 
 
 def test_the_gradient_is_that_of_the_sampled_tokens_alone():
-    """Against autograd over plain forwards, each rollout averaged, then all."""
     advantages, model = torch.linspace(-1, 1, 48).view(4, 12), model_of()
     rollouts = rollouts_of(model, Script(LINES))
     kept = ~rollouts.forced

@@ -1,8 +1,6 @@
 """
 verifier_eval: its numbers against those of texts that are sampled here. How they are scored is tested by hand in
 test_processbench.
-
-    python -m pytest tests/test_verifier_eval.py
 """
 import json
 import os
@@ -84,6 +82,22 @@ def on_bench(capsys, tmp_path, *flags: str) -> tuple[dict, list[str]]:
     lines = run(capsys, "--processbench", os.environ["BENCH"], "--format", "compact", "--out", out, *flags)
     with open(out) as f:
         return json.load(f)["processbench"], lines
+
+
+def best_of_n(capsys, tmp_path, *flags: str) -> tuple[dict, list[str]]:
+    """All numbers of a best-of-n run, and what it prints."""
+    lines = run(capsys, "--generator-tag", "tiny", "--out", str(tmp_path / "o.json"), *flags)
+    return json.loads((tmp_path / "o.json").read_text()), lines
+
+
+def changed(base, stage: str, tag: str, step: int, role: str = "", **flags) -> None:
+    """Another record of the tiny pair's checkpoint, of this stage and step: with these flags of its training."""
+    before, after = base / "chatsft_checkpoints" / tag.replace("r-", "tiny-"), base / f"chat{stage}_checkpoints" / tag
+    after.mkdir(parents=True, exist_ok=True)
+    meta = json.loads((before / "meta_000200.json").read_text())
+    meta |= {"step": step, "user_config": meta["user_config"] | flags} | ({"role": role} if role else {})
+    (after / f"meta_{step:06d}.json").write_text(json.dumps(meta))
+    (after / f"model_{step:06d}.pt").write_bytes((before / "model_000200.pt").read_bytes())
 
 
 def refused(capsys, *flags: str) -> str:
@@ -194,11 +208,7 @@ def test_a_sample_longer_than_the_context_is_counted_and_wrong_and_one_that_just
     # Nothing else moves: the others' verdicts are those without the long ones.
     write(tmp_path / "bench" / "math.jsonl", rows[:5])
     assert on_bench(capsys, tmp_path, *SAMPLED, "--subset", "math")[0]["samples"] == got["samples"][:5]
-
-
-def test_where_nothing_fits_all_is_wrong_and_nothing_is_calibrated(capsys, bench, tmp_path):
-    long = {"problem": "1" * 200, "steps": ["1+1:2"], "final_answer_correct": True}
-    write(tmp_path / "bench" / "math.jsonl", [{**long, "label": 0}, {**long, "label": -1}])
+    write(tmp_path / "bench" / "math.jsonl", [rows[-1] | {"label": label} for label in (0, -1)])  # where nothing fits
     got, _ = on_bench(capsys, tmp_path, *SAMPLED, "--subset", "math")
     assert (three(got["average"]) == [0, 0, 0] and got["calibration"] is None
             and got["subsets"]["math"]["parse_fail"] is None)
@@ -223,10 +233,8 @@ def test_marks_inside_steps_reach_the_verifier_as_question_marks(capsys, bench, 
 @pytest.mark.parametrize("score", list(SCORES))
 def test_best_of_n_chooses_among_texts_sampled_by_hand(capsys, base, tmp_path, score):
     """4 solutions of each of 40 problems, 3 verifications of each."""
-    lines = run(capsys, "--generator-tag", "tiny", "--num-samples", "4", "--max-problems", "40", "--score", score,
-                *SAMPLED, "--out", str(tmp_path / "o.json"))
-    got = json.loads((tmp_path / "o.json").read_text())["best_of_n"]
-    task, names = chain(), [(i, j) for i in range(40) for j in range(4)]
+    got, lines = best_of_n(capsys, tmp_path, *SAMPLED, "--num-samples", "4", "--max-problems", "40", "--score", score)
+    got, task, names = got["best_of_n"], chain(), [(i, j) for i in range(40) for j in range(4)]
     problems = [task.problem("test_in", i) for i, _ in names]
     texts = [text for text, _ in sampled("tiny", [p.prompt for p in problems],
                                          [(0, "best_of_n", "test_in", i, 0, j) for i, j in names], False, 28)]
@@ -257,14 +265,13 @@ def test_best_of_n_chooses_among_texts_sampled_by_hand(capsys, base, tmp_path, s
 def test_the_judge_report_is_of_the_same_solutions(capsys, base, tmp_path):
     """The crafted verifier writes no analyses, so none is right; judged as its own, the generator's solutions are
     preferred by nothing."""
-    lines = run(capsys, "--generator-tag", "tiny", "--num-samples", "4", "--max-problems", "10", *SAMPLED,
-                "--judge-report", "--own-tag", "tiny", "--out", str(tmp_path / "o.json"))
-    got = json.loads((tmp_path / "o.json").read_text())
-    report, task, hits = got["judge_report"], chain(), []
+    got, lines = best_of_n(capsys, tmp_path, *SAMPLED, "--num-samples", "4", "--max-problems", "10", "--judge-report",
+                           "--own-tag", "tiny")
+    report, hits = got["judge_report"], []
     for row in got["best_of_n"]["samples"]:
         for labels, verdicts in zip(row["labels"], row["step_verdicts"], strict=True):
             hits += [said is label for of_one in verdicts for label, said in zip(labels, of_one, strict=True)]
-    assert task.name == "chain" and report["verdict_acc"] == pytest.approx(sum(hits) / len(hits))
+    assert report["verdict_acc"] == pytest.approx(sum(hits) / len(hits))
     assert report["parse_fail"] == got["best_of_n"]["parse_fail"] > 0
     assert report["rationale_acc"] == 0 and report["wrong_reason"] == 1
     assert report["own_right"] == report["own_wrong"] == report["self_preference"] == 0
@@ -274,15 +281,14 @@ def test_the_judge_report_is_of_the_same_solutions(capsys, base, tmp_path):
 
 def test_the_task_comes_from_the_generators_checkpoint_unless_given(capsys, base, tmp_path, monkeypatch):
     monkeypatch.setattr(outcomes, "ENDLESS", 3)
-    flags = ["--generator-tag", "tiny", "--num-samples", "1", "--generator-temperature", "0", "--out",
-             str(tmp_path / "o.json")]
-    run(capsys, *flags)
-    numbers = json.loads((tmp_path / "o.json").read_text())
+    flags = ["--num-samples", "1", "--generator-temperature", "0"]
+    numbers, _ = best_of_n(capsys, tmp_path, *flags)
     expected = {"task": "chain", "chain_modulus": 3, "seed": 0, "max_new_tokens": 28, "step": 200}
     assert expected.items() <= numbers["args"].items() and len(numbers["best_of_n"]["samples"]) == 3
-    run(capsys, *flags, "--chain-modulus", "4", "--seed", "7", "--max-new-tokens", "20", "--max-problems", "4")
-    other = json.loads((tmp_path / "o.json").read_text())
-    expected = {"chain_modulus": 4, "chain_max_steps": 2, "seed": 7, "max_new_tokens": 20}
+    expected = {"chain_modulus": 4, "seed": 7, "max_new_tokens": 20}
+    other, _ = best_of_n(capsys, tmp_path, *flags, "--max-problems", "4", *(
+        word for name, value in expected.items() for word in (f"--{name.replace('_', '-')}", str(value))))
+    expected["chain_max_steps"] = 2
     assert expected.items() <= other["args"].items() and len(other["best_of_n"]["samples"]) == 4
 
 
@@ -295,8 +301,8 @@ def test_what_cannot_be_scored_is_left_out_and_counted_and_a_finite_split_ends(c
         def check(self, problem, solution):
             return None if problem.index == 0 or "=1" in solution else super().check(problem, solution)
     monkeypatch.setitem(TASKS, "chain", Partly)
-    lines = run(capsys, "--generator-tag", "tiny", "--num-samples", "6", *SAMPLED, "--out", str(tmp_path / "o.json"))
-    got = json.loads((tmp_path / "o.json").read_text())["best_of_n"]
+    got, lines = best_of_n(capsys, tmp_path, "--num-samples", "6", *SAMPLED)
+    got = got["best_of_n"]
     outcomes = [row["outcomes"] for row in got["samples"]]
     assert len(outcomes) == 3 and got["problems_left_out"] == sum(set(row) == {None} for row in outcomes) >= 1
     assert got["unscorable"] == sum(row.count(None) for row in outcomes) > 6
@@ -311,9 +317,9 @@ def test_what_cannot_be_scored_is_left_out_and_counted_and_a_finite_split_ends(c
 
 
 def test_solutions_that_do_not_fit_the_verifier_are_counted_and_score_nothing(capsys, base, tmp_path):
-    lines = run(capsys, "--generator-tag", "tiny", "--num-samples", "4", "--max-problems", "10", *SAMPLED,
-                "--verifier-max-new-tokens", "106", "--out", str(tmp_path / "o.json"))
-    got = json.loads((tmp_path / "o.json").read_text())["best_of_n"]
+    got, lines = best_of_n(capsys, tmp_path, "--num-samples", "4", "--max-problems", "10", *SAMPLED,
+                           "--verifier-max-new-tokens", "106")
+    got = got["best_of_n"]
     too_long = [long for row in got["samples"] for long in row["too_long"]]
     assert 0 < got["too_long"] == sum(too_long) < 40
     for row in got["samples"]:
@@ -326,22 +332,14 @@ def test_solutions_that_do_not_fit_the_verifier_are_counted_and_score_nothing(ca
 # Checkpoints, ranks, refusing
 
 def test_stage_and_step_name_the_verifier_and_rl_says_how_long_it_may_write(capsys, bench, base, tmp_path):
-    before, after = base / "chatsft_checkpoints" / "tiny-ver", base / "chatrl_checkpoints" / "r-ver"
-    after.mkdir(parents=True)
-    meta = json.loads((before / "meta_000200.json").read_text())
-    for step, changes in ((5, {}), (9, {"verifier_max_new_tokens": 30})):
-        (after / f"meta_{step:06d}.json").write_text(
-            json.dumps({**meta, "step": step, "user_config": {**meta["user_config"], **changes}}))
-        (after / f"model_{step:06d}.pt").write_bytes((before / "model_000200.pt").read_bytes())
+    changed(base, "rl", "r-ver", 5)
+    changed(base, "rl", "r-ver", 9, verifier_max_new_tokens=30)
     flags = ["--verifier-source", "rl", "--verifier-tag", "r-ver", "--max-examples", "5"]
-    expected, _ = on_bench(capsys, tmp_path, "--max-examples", "5")
-    assert on_bench(capsys, tmp_path, *flags) [0] == expected
-    on_bench(capsys, tmp_path, *flags, "--verifier-max-new-tokens", "-1")
-    args = json.loads((tmp_path / "out.json").read_text())["args"]
-    assert (args["step"], args["verifier_max_new_tokens"]) == (9, 30)
-    on_bench(capsys, tmp_path, *flags, "--verifier-max-new-tokens", "-1", "--step", "5")
-    args = json.loads((tmp_path / "out.json").read_text())["args"]
-    assert (args["step"], args["verifier_max_new_tokens"]) == (5, 64)  # half of the context 128
+    assert on_bench(capsys, tmp_path, *flags)[0] == on_bench(capsys, tmp_path, "--max-examples", "5")[0]
+    for more, step, limit in (([], 9, 30), (["--step", "5"], 5, 64)):  # half of the context 128
+        on_bench(capsys, tmp_path, *flags, "--verifier-max-new-tokens", "-1", *more)
+        args = json.loads((tmp_path / "out.json").read_text())["args"]
+        assert (args["step"], args["verifier_max_new_tokens"]) == (step, limit)
 
 
 def test_two_ranks_print_and_write_the_numbers_of_one(capsys, bench, base, tmp_path):
@@ -438,20 +436,13 @@ def test_only_an_earlier_result_is_replaced(capsys, bench, tmp_path):
     assert [len(found["samples"]) for found in numbers] == [4, 6, 2]
 
 
-def rl_verifier(base, role: str, **changes) -> list[str]:
-    """Makes the tiny verifier one of an RL run, with these flags; the flags that name it."""
-    before, after = base / "chatsft_checkpoints" / "tiny-ver", base / "chatrl_checkpoints" / "r-ver"
-    after.mkdir(parents=True)
-    meta = json.loads((before / "meta_000200.json").read_text())
-    (after / "meta_000200.json").write_text(
-        json.dumps({**meta, "role": role, "user_config": meta["user_config"] | changes}))
-    (after / "model_000200.pt").write_bytes((before / "model_000200.pt").read_bytes())
-    return ["--verifier-source", "rl", "--verifier-tag", "r-ver", "--generator-tag", "tiny", "--max-problems", "2"]
+RL_VERIFIER = ["--verifier-source", "rl", "--verifier-tag", "r-ver", "--generator-tag", "tiny", "--max-problems", "2"]
 
 
 @pytest.mark.parametrize("recipe, judge", [("prm", "steps"), ("prime", "")])
 def test_a_verifier_that_writes_no_verifications_is_refused(capsys, base, recipe, judge):
-    line = refused(capsys, *rl_verifier(base, "prm" if recipe == "prime" else "verifier", recipe=recipe))
+    changed(base, "rl", "r-ver", 200, "prm" if recipe == "prime" else "verifier", recipe=recipe)
+    line = refused(capsys, *RL_VERIFIER)
     assert f"recipe {recipe} has trained it to write no verifications" in line
     assert f"tango_rl --recipe {recipe}" in line
     assert ("fixed_verifier --judge" in line) == bool(judge) and line.endswith(f"{judge or recipe}\n")
@@ -460,7 +451,8 @@ def test_a_verifier_that_writes_no_verifications_is_refused(capsys, base, recipe
 @pytest.mark.parametrize("recipe, role", [("tango", "verifier"), (["orm"], "verifier"), ("refit", "generator")])
 def test_others_are_asked_to_write(capsys, base, recipe, role):
     """A refitted generator writes: it is only warned of. A recipe that is no text is of no use here."""
-    lines = run(capsys, *rl_verifier(base, role, recipe=recipe))
+    changed(base, "rl", "r-ver", 200, role, recipe=recipe)
+    lines = run(capsys, *RL_VERIFIER)
     assert any("was trained as a generator" in line for line in lines) == (role == "generator")
 
 
@@ -493,7 +485,6 @@ def test_a_verifier_whose_texts_are_mostly_malformed_is_warned_of(capsys, bench,
 ])
 def test_what_a_checkpoint_records_is_checked(capsys, bench, base, tag, changes, flags, words):
     path = base / "chatsft_checkpoints" / tag / "meta_000200.json"
-    meta = json.loads(path.read_text())
-    path.write_text(json.dumps({**meta, "user_config": meta["user_config"] | changes}))
+    changed(base, "sft", tag, 200, **changes)
     line = refused(capsys, *(os.environ["BENCH"] if flag == "BENCH" else flag for flag in flags))
     assert f"{path}: {words}" in line
