@@ -18,7 +18,8 @@ from collections import Counter
 import torch
 
 from nanochat.checkpoint import load_file, saved_steps
-from nanochat.common import BadInput, script_main
+from nanochat.cli import script_main
+from nanochat.common import BadInput
 from nanochat.rl.learn.roles import short_name
 from nanochat.rl.learn.state import tag_of
 from nanochat.rl.run.resume import read_config

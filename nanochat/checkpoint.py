@@ -18,7 +18,8 @@ from collections.abc import Callable
 
 import torch
 
-from nanochat.common import BadInput, CannotWrite, check_unchanged, compute_dtype, dtype_name, print0, rank_and_world
+from nanochat.cli import check_unchanged
+from nanochat.common import BadInput, CannotWrite, compute_dtype, dtype_name, print0, rank_and_world
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.hf.tokenizer import mark_of, read_files

@@ -15,7 +15,8 @@ import torch
 import torch.nn as nn
 
 from nanochat.attention import PADDING_POSITION, KVCache, attend, make_mask
-from nanochat.common import BadInput, at_least
+from nanochat.cli import at_least
+from nanochat.common import BadInput
 from nanochat.decode_cache import DecodeCache
 from nanochat.decode_step import DecodeStep
 from nanochat.kernels.ops import (LEAST_ROWS, add_norm, after_attention, before_attention, fuses_layers, linear,

@@ -9,8 +9,8 @@ import argparse
 import os
 
 from nanochat.checkpoint import default_tag, load_model
-from nanochat.common import (BadInput, at_least, check_name, compute_dtype, init_device, print0, rank_and_world,
-                             script_main)
+from nanochat.cli import at_least, check_name, script_main
+from nanochat.common import BadInput, compute_dtype, init_device, print0, rank_and_world
 from nanochat.core_eval import centered, core_metric, evaluate_core_task, load_core
 from nanochat.dataloader import Documents, PackedBatches
 from nanochat.engine import generate, row_key

@@ -21,9 +21,9 @@ import torch
 
 from nanochat.checkpoint import (load_model, load_training, resumable_steps, resume_step, save_model, save_training,
                                  saying_what_is_whole, warn_of_dtype)
-from nanochat.common import (SHARE, BadInput, CannotWrite, Diverged, StopRequested, above, all_reduce, at_least,
-                             check_name, compute_dtype, dtype_name, flag_defaults, in_words, init_device, on_all_ranks,
-                             print0, rank_and_world, script_main)
+from nanochat.cli import SHARE, above, at_least, check_name, flag_defaults, in_words, script_main
+from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, all_reduce, compute_dtype, dtype_name,
+                             init_device, on_all_ranks, print0, rank_and_world)
 from nanochat.dataloader import Documents, PackedBatches, check_same_files, find_files, is_hub_name, mark_files
 from nanochat.engine import generate, row_key
 from nanochat.flops import flops_per_token, machine_speed, matrix_parameters, peak_flops

@@ -12,7 +12,8 @@ import codecs
 
 from nanochat.calculator import Calculator
 from nanochat.checkpoint import default_tag, list_tags, load_model, warn_of_role
-from nanochat.common import BadInput, at_least, check_name, init_device, script_main
+from nanochat.cli import at_least, check_name, script_main
+from nanochat.common import BadInput, init_device
 from nanochat.engine import check_temperature, generate, row_key
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.rl.records.prompts import Verification, parse_verification, read_solution, verifier_prompt

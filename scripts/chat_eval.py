@@ -14,8 +14,8 @@ import os
 import torch
 
 from nanochat.checkpoint import default_tag, load_model, warn_of_role
-from nanochat.common import (BadInput, all_reduce, at_least, check_name, gather_lists, init_device, print0,
-                             rank_and_world, script_main)
+from nanochat.cli import at_least, check_name, script_main
+from nanochat.common import BadInput, all_reduce, gather_lists, init_device, print0, rank_and_world
 from nanochat.dataloader import length_batches
 from nanochat.engine import check_temperature, pad_prompts
 from nanochat.hf.tokenizer import load_tokenizer

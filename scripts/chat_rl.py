@@ -6,9 +6,8 @@ GRPO of a chat model alone: tango_rl with --recipe grpo, under upstream's name.
 """
 from functools import partial
 
-from nanochat.common import script_main
-from scripts.tango_rl import main
-from scripts.tango_rl import make_parser as parser_of_recipe
+from nanochat.cli import script_main
+from scripts.tango_rl import main, make_parser as parser_of_recipe
 
 make_parser = partial(parser_of_recipe, recipe="grpo")
 

@@ -28,9 +28,9 @@ import torch
 
 from nanochat.checkpoint import (find_step, fingerprint, load_model, load_training, resumable_steps, resume_step,
                                  save_training, saying_what_is_whole, warn_of_dtype)
-from nanochat.common import (SHARE, BadInput, CannotWrite, Diverged, StopRequested, all_reduce, at_least, check_name,
-                             compute_dtype, dtype_name, flag_defaults, in_words, init_device, on_all_ranks, print0,
-                             rank_and_world, script_main)
+from nanochat.cli import SHARE, at_least, check_name, flag_defaults, in_words, script_main
+from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, all_reduce, compute_dtype, dtype_name,
+                             init_device, on_all_ranks, print0, rank_and_world)
 from nanochat.dataloader import check_same_files, length_batches, mark_of, pack_whole
 from nanochat.engine import pad_prompts
 from nanochat.gpt import add_model_args, config_of, new_model

@@ -16,7 +16,8 @@ from collections import Counter
 from itertools import zip_longest
 
 from nanochat.checkpoint import find_step, fingerprint, load_model
-from nanochat.common import BadInput, at_least, init_device, script_main
+from nanochat.cli import at_least, script_main
+from nanochat.common import BadInput, init_device
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.learn.roles import Start
 from nanochat.rl.learn.state import tag_of

@@ -9,7 +9,8 @@ import os
 import torch
 
 from nanochat.checkpoint import find_step, load_meta, load_model, load_state_dict
-from nanochat.common import BadInput, check_name, dtype_name, print0, script_main
+from nanochat.cli import check_name, script_main
+from nanochat.common import BadInput, dtype_name, print0
 from nanochat.hf.decoder import DecoderConfig
 from nanochat.hf.files import DTYPES, write_model
 from nanochat.hf.tokenizer import load_tokenizer

@@ -15,7 +15,8 @@ import os
 import torch
 
 from nanochat.checkpoint import check_loaded, list_steps, save_model
-from nanochat.common import BadInput, check_name, print0, script_main
+from nanochat.cli import check_name, script_main
+from nanochat.common import BadInput, print0
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import find_folder, read_model
 from nanochat.hf.gguf import read_gguf

@@ -13,7 +13,8 @@ from dataclasses import replace
 import tokenizers
 import torch
 
-from nanochat.common import BadInput, at_least, print0, script_main
+from nanochat.cli import at_least, script_main
+from nanochat.common import BadInput, print0
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import DTYPES, write_model
 from nanochat.hf.shapes import SHAPES, shape_of

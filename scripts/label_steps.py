@@ -27,8 +27,8 @@ import time
 
 import torch
 
-from nanochat.common import (BadInput, all_reduce, at_least, check_name, gather_lists, init_device, on_all_ranks,
-                             print0, rank_and_world, script_main)
+from nanochat.cli import at_least, check_name, script_main
+from nanochat.common import BadInput, all_reduce, gather_lists, init_device, on_all_ranks, print0, rank_and_world
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.measure.scores import share_of
 from nanochat.rl.measure.step_labels import METHODS, agreement, run_plans, until_error

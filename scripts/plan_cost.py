@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import torch
 
-from nanochat.common import BadInput, at_least, print0, script_main
+from nanochat.cli import at_least, script_main
+from nanochat.common import BadInput, print0
 from nanochat.flops import PEAK_FLOPS, flops_per_token, muon_flops
 from nanochat.gpt import GPT, config_of
 from nanochat.recipes.policy import grpo

@@ -12,7 +12,8 @@ libraries, fragmentation, and buffers of the collectives.
 import argparse
 
 from nanochat.checkpoint import find_step, list_steps, load_meta
-from nanochat.common import BadInput, at_least, print0, script_main
+from nanochat.cli import at_least, script_main
+from nanochat.common import BadInput, print0
 from nanochat.hf.files import DTYPES, find_folder, read_config
 from nanochat.hf.shapes import SHAPES, shape_of
 from nanochat.recipes.policy import grpo

@@ -11,7 +11,8 @@ import argparse
 import os
 import re
 
-from nanochat.common import BadInput, check_least, print0, script_main
+from nanochat.cli import check_least, script_main
+from nanochat.common import BadInput, print0
 from nanochat.rl.report.page import MOST_ROLLOUTS, draw_curves, write_page
 from nanochat.rl.report.report import compare, markdown_table, provenance, read_run, run_folder, tidy, write_csv
 from nanochat.storage.files import check_writable, make_folder

@@ -18,8 +18,8 @@ from functools import partial
 
 from nanochat import recipes
 from nanochat.checkpoint import saved_steps, saying_what_is_whole
-from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, dtype_name, finite, flag_defaults,
-                             gather_lists, print0, script_main)
+from nanochat.cli import flag_defaults, script_main
+from nanochat.common import BadInput, CannotWrite, Diverged, StopRequested, dtype_name, finite, gather_lists, print0
 from nanochat.hf.files import read_json
 from nanochat.rl.learn.roles import check_same_weights, short_name, trained_roles
 from nanochat.rl.learn.state import drop_sets_after, save_set

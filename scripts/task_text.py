@@ -10,7 +10,8 @@ import os
 import re
 import shutil
 
-from nanochat.common import BadInput, CannotWrite, at_least, print0, script_main
+from nanochat.cli import at_least, script_main
+from nanochat.common import BadInput, CannotWrite, print0
 from nanochat.hf.files import PARTIAL
 from nanochat.storage.files import check_writable, is_alone, make_folder, whole_file, writing
 from tasks import add_task_args, make_task, task_texts

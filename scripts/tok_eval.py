@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import tiktoken
 
-from nanochat.common import BadInput, print0, script_main
+from nanochat.cli import script_main
+from nanochat.common import BadInput, print0
 from nanochat.dataloader import tell_long
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.storage.files import path_of

@@ -13,7 +13,8 @@ import time
 from itertools import chain
 
 from nanochat.checkpoint import list_tags
-from nanochat.common import BadInput, at_least, print0, rank_and_world, script_main
+from nanochat.cli import at_least, script_main
+from nanochat.common import BadInput, print0, rank_and_world
 from nanochat.dataloader import Documents
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.storage.files import check_writable, path_of

@@ -21,8 +21,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from nanochat.checkpoint import load_model, warn_of_role
-from nanochat.common import (BadInput, at_least, check_name, gather_lists, init_device, print0, rank_and_world,
-                             script_main)
+from nanochat.cli import at_least, check_name, script_main
+from nanochat.common import BadInput, gather_lists, init_device, print0, rank_and_world
 from nanochat.engine import check_temperature
 from nanochat.hf.files import read_json
 from nanochat.hf.tokenizer import load_tokenizer

@@ -3,7 +3,8 @@ import argparse
 import random
 from functools import partial
 
-from nanochat.common import MOST, BadInput, takes
+from nanochat.cli import MOST
+from nanochat.common import BadInput, takes
 from tasks import brittle, chain, competition, gsm8k, halves, last_letter, lookup, mixture, reasoning_gym, rewrite
 from tasks.common import SPLIT_BUCKETS, check_problem, demo_of
 from tasks.formats import Format

@@ -15,7 +15,7 @@ import argparse
 import random
 import re
 
-from nanochat.common import SHARE
+from nanochat.cli import SHARE
 from tasks.chain import Chain
 from tasks.common import Problem
 

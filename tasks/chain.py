@@ -15,7 +15,8 @@ import random
 import re
 from dataclasses import replace
 
-from nanochat.common import SHARE, BadInput, at_least
+from nanochat.cli import SHARE, at_least
+from nanochat.common import BadInput
 from tasks.common import Problem, draw_prompt, in_split, split_stream
 from tasks.formats import COMPACT
 

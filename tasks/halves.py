@@ -17,7 +17,7 @@ import re
 from dataclasses import replace
 from string import ascii_lowercase
 
-from nanochat.common import at_least
+from nanochat.cli import at_least
 from tasks.chain import Chain
 from tasks.common import Problem
 

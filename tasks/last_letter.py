@@ -12,7 +12,8 @@ import random
 import re
 from string import ascii_lowercase
 
-from nanochat.common import SHARE, BadInput
+from nanochat.cli import SHARE
+from nanochat.common import BadInput
 from tasks.common import Problem, draw_prompt, split_stream
 from tasks.formats import COMPACT
 

@@ -21,7 +21,8 @@ import re
 from dataclasses import replace
 from string import ascii_lowercase
 
-from nanochat.common import SHARE, BadInput, at_least
+from nanochat.cli import SHARE, at_least
+from nanochat.common import BadInput
 from nanochat.search import MOST_QUERIES, Search
 from tasks.chain import STEP, Chain
 from tasks.common import Problem

@@ -22,7 +22,8 @@ import re
 from collections.abc import Callable
 from itertools import product
 
-from nanochat.common import SHARE, BadInput
+from nanochat.cli import SHARE
+from nanochat.common import BadInput
 from tasks.common import Problem, draw_prompt, split_stream
 from tasks.formats import COMPACT
 

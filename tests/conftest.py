@@ -140,7 +140,7 @@ def pytest_collection_modifyitems(items):
 
 def parse(script, flags: list[str]) -> argparse.Namespace:
     """The flags as the script reads them; a trainer's parser depends on the recipe among them."""
-    from nanochat.common import parse_flags
+    from nanochat.cli import parse_flags
     is_trainer = script.__name__ in ("scripts.tango_rl", "scripts.chat_rl")
     return parse_flags(script.make_parser(flags) if is_trainer else script.make_parser(), flags)
 

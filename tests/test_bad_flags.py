@@ -20,7 +20,7 @@ from dev.bench import attention as bench_attention, engine as bench_engine, kern
 from dev.experiments import run as run_experiment, step_retry, verify_or_sample
 from nanochat import dataloader, recipes
 from nanochat.checkpoint import load_model, save_model
-from nanochat.common import script_main
+from nanochat.cli import script_main
 from nanochat.dataloader import open_rows
 from nanochat.hf.files import read_model
 from nanochat.rl.learn import roles

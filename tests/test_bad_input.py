@@ -11,7 +11,7 @@ from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
 from dev.experiments import run as run_experiment
 from nanochat import recipes
-from nanochat.common import script_main
+from nanochat.cli import script_main
 from scripts import chat_sft, tango_rl, tok_train
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -91,7 +91,7 @@ def test_what_another_script_refuses_too(capsys, base, monkeypatch):
 def test_world_size_must_divide_the_problems(capsys, base, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("nanochat.common.complaints", lambda key: 0)  # nobody listens there: it would wait in vain
+    monkeypatch.setattr("nanochat.cli.complaints", lambda key: 0)  # nobody listens there: it would wait in vain
     assert "--examples-per-step 4" in refused(capsys, base, tango_rl, *RL_FLAGS)
     assert "--examples-per-step 32" in refused(capsys, base, chat_sft, *TASK_FLAGS, "--role", "generator",
                                                "--examples-per-step", "32")
@@ -249,7 +249,8 @@ def test_the_flags_of_every_arm_are_those_of_its_recipe(capsys, task, start):
 
 ONE_RANK_ALONE = """
 import os
-from nanochat.common import BadInput, script_main
+from nanochat.cli import script_main
+from nanochat.common import BadInput
 from nanochat.rl.run import prepare
 from scripts import tango_rl
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from conftest import parse, scripts_on_two_ranks
 
 from nanochat.checkpoint import list_steps, load_model, resumable_steps
-from nanochat.common import BadInput, CannotWrite, Diverged, script_main
+from nanochat.cli import script_main
+from nanochat.common import BadInput, CannotWrite, Diverged
 from nanochat.dataloader import PackedBatches
 from nanochat.gpt import GPT, GPTConfig, config_of, new_model
 from nanochat.kernels.attention import register_operator

@@ -5,10 +5,9 @@ import json
 import pytest
 import torch
 
-from dev.bench import (attention as bench_attention, engine as bench_engine, kernels as bench_kernels,
-                       step as bench_step)
+from dev.bench import attention as bench_attention, engine as bench_engine, kernels as bench_kernels, step as bench_step
 from nanochat import flops
-from nanochat.common import script_main
+from nanochat.cli import script_main
 from nanochat.gpt import GPT, GPTConfig
 from tests.conftest import parse
 

@@ -20,9 +20,9 @@ from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse, scripts_on_two_ranks
 
 from nanochat import engine
 from nanochat.checkpoint import load_model
-from nanochat.common import script_main
-from nanochat.rl.records import outcomes
+from nanochat.cli import script_main
 from nanochat.rl.play.sampling import Sampler
+from nanochat.rl.records import outcomes
 from nanochat.storage.run import MEASURED
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_cli, chat_eval, chat_rl, chat_sft, tango_rl

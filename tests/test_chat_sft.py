@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from conftest import TASK_FLAGS, parse, scripts_on_two_ranks
 
 from nanochat.checkpoint import list_steps, load_model, save_model
-from nanochat.common import BadInput, script_main
+from nanochat.cli import script_main
+from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.storage.files import path_of
 from nanochat.tokenizer import Tokenizer

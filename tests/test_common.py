@@ -13,7 +13,8 @@ import torch
 from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
 from nanochat import __version__, common
-from nanochat.common import BadInput, CannotWrite, StopRequested, process_size, script_main
+from nanochat.cli import script_main
+from nanochat.common import BadInput, CannotWrite, StopRequested, process_size
 from nanochat.storage.files import is_alone, whole_file
 from nanochat.storage.run import Run, describe_versions, lock_run, uses_wandb
 from scripts import base_train, chat_sft, tango_rl, tok_train
@@ -193,7 +194,7 @@ def test_what_ends_a_script_is_one_line(capsys, tmp_path):
 
 STREAMS = """
 import sys
-from nanochat.common import script_main
+from nanochat.cli import script_main
 def main(args):
     print(sys.stdin.read() * 10 ** 5, flush=True)
     print("error", file=sys.stderr, flush=True)
@@ -223,7 +224,7 @@ LOST = "WARNING: nothing more is shown: stdout: No space left on device\n"
     ("0", "", C, False, 2, "", "error: the environment makes Python take names of files for ascii: set PYTHONUTF8=1\n"),
 ], ids=range(5))
 def test_what_a_script_prints_may_be_lost(work, options, env, is_full, code, out, err):
-    program = ("import argparse; from nanochat.common import print0, script_main\n"
+    program = ("import argparse; from nanochat.cli import script_main; from nanochat.common import print0\n"
                f"script_main(lambda args: {work}, argparse.ArgumentParser(), []{options})")
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", program], env=os.environ | env, cwd=ROOT, text=True,

@@ -18,7 +18,8 @@ import torch
 from conftest import TASK_FLAGS, parse, rl_flags
 
 from nanochat.checkpoint import load_file, save_atomic, saved_steps
-from nanochat.common import BadInput, CannotWrite, Diverged, script_main
+from nanochat.cli import script_main
+from nanochat.common import BadInput, CannotWrite, Diverged
 from nanochat.rl.learn.roles import find_starts, load_roles
 from nanochat.rl.learn.state import load_set, save_set
 from nanochat.rl.play import updates

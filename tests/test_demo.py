@@ -15,7 +15,7 @@ from conftest import TASK_FLAGS, crafted_model, parse, rl_flags
 from test_chat import force_picks
 
 from nanochat.checkpoint import load_model
-from nanochat.common import script_main
+from nanochat.cli import script_main
 from nanochat.rl.play.sampling import Sampler
 from nanochat.tokenizer import Tokenizer
 from scripts import demo, tango_rl

@@ -11,7 +11,8 @@ from test_report import make_run
 
 from dev.experiments import jobs
 from nanochat.checkpoint import save_atomic
-from nanochat.common import CannotWrite, script_main
+from nanochat.cli import script_main
+from nanochat.common import CannotWrite
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import write_model
 from nanochat.rl.report.page import draw_curves, write_run_page

@@ -22,7 +22,8 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from nanochat import recipes
-from nanochat.common import BadInput, script_main
+from nanochat.cli import script_main
+from nanochat.common import BadInput
 from scripts import tango_rl
 
 ROOT = Path(__file__).resolve().parent.parent

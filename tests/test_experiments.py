@@ -20,7 +20,8 @@ from dev.experiments.arms import (DIALS, LISTS, PAYS, TASKS, Setup, all_arms, ar
                                   starts_of)
 from dev.experiments.jobs import Job, check_made_alike, job_of, runs_of, stages_of
 from nanochat import recipes
-from nanochat.common import BadInput, script_main
+from nanochat.cli import script_main
+from nanochat.common import BadInput
 from nanochat.rl.report.page import draw_curves
 from nanochat.rl.report.report import Run
 from nanochat.rl.run.flags import ask, check_args, complete_args

@@ -15,7 +15,7 @@ from test_bad_input import files_under
 from test_dpo import logprobs_after, random_model
 
 from nanochat.checkpoint import load_model
-from nanochat.common import script_main
+from nanochat.cli import script_main
 from nanochat.rl.measure.step_labels import (METHODS, agreement, any_right, gains, relative_progress, run_plans,
                                              until_error)
 from nanochat.rl.play.sampling import Sampler

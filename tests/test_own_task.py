@@ -10,7 +10,8 @@ import torch
 from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse, rl_flags, train
 
 from nanochat import recipes
-from nanochat.common import BadInput, script_main
+from nanochat.cli import script_main
+from nanochat.common import BadInput
 from nanochat.rl.records.outcomes import labels_of, outcomes_of, problems_of, texts_digest
 from nanochat.rl.run.flags import warn_of_shared
 from nanochat.storage.files import read_records

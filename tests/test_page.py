@@ -6,7 +6,7 @@ import time
 import pytest
 from test_report import ROLLOUT, make_other_run, make_run
 
-from nanochat.common import script_main
+from nanochat.cli import script_main
 from nanochat.rl.report.page import write_run_page
 from nanochat.rl.report.report import INDICATORS
 from scripts import report

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanochat.common import BadInput, script_main
+from nanochat.cli import script_main
+from nanochat.common import BadInput
 from nanochat.rl.records.outcomes import labels_of, lenient_outcomes, scores_of
 from nanochat.rl.records.prompts import parse_verification
 from scripts import task_text

@@ -17,7 +17,8 @@ from test_tango_rl import copy_run, records
 
 from nanochat import recipes
 from nanochat.checkpoint import saved_steps
-from nanochat.common import BadInput, Diverged, StopRequested, script_main
+from nanochat.cli import script_main
+from nanochat.common import BadInput, Diverged, StopRequested
 from nanochat.rl.learn.roles import trained_roles
 from nanochat.rl.play.play import Play
 from nanochat.rl.run import prepare, steps

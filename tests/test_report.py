@@ -12,7 +12,8 @@ import sys
 
 import pytest
 
-from nanochat.common import BadInput, script_main
+from nanochat.cli import script_main
+from nanochat.common import BadInput
 from nanochat.rl.report import cards
 from nanochat.rl.report.page import (axes_of, axis_of, health, mean_curve, panels_of, scale_of, scores_of, write_page,
                                      write_run_page)

@@ -12,7 +12,8 @@ from test_verifier_eval import VERIFIER
 
 from dev.experiments import step_retry
 from dev.experiments.step_retry import Attempt, judgment_ends, leads, take_step, take_verdict
-from nanochat.common import BadInput, script_main
+from nanochat.cli import script_main
+from nanochat.common import BadInput
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.storage.files import path_of
 from tasks.common import Problem

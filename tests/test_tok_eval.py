@@ -6,7 +6,8 @@ import pytest
 import tiktoken
 
 from nanochat import dataloader
-from nanochat.common import BadInput, script_main
+from nanochat.cli import script_main
+from nanochat.common import BadInput
 from nanochat.hf.tokenizer import HFTokenizer
 from nanochat.storage.files import path_of
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer

@@ -13,7 +13,7 @@ from conftest import TASK_FLAGS, parse, scripts_on_two_ranks
 
 from nanochat import recipes
 from nanochat.checkpoint import load_model
-from nanochat.common import script_main
+from nanochat.cli import script_main
 from nanochat.engine import generate, row_key
 from nanochat.rl.measure.scores import first_error, majority
 from nanochat.rl.measure.voting import SCORES, aligned, calibration, choose, first_error_scores, mean_scores

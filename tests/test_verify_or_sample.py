@@ -15,7 +15,7 @@ from test_verifier_eval import VERIFIER
 from dev.experiments import verify_or_sample
 from dev.experiments.verify_or_sample import (RESULTS, VERIFIED, Lead, Point, best_way, crossover, dealt, expected,
                                               leads, points_of, powers, print_result, tokens_of, voting_at)
-from nanochat.common import script_main
+from nanochat.cli import script_main
 from nanochat.rl.measure.voting import SCORES, final_share
 from scripts import verifier_eval
 from tasks import TASKS

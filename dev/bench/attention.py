@@ -26,7 +26,8 @@ import torch
 from dev.bench.common import COUNT, DTYPES
 from dev.bench.kernels import NOT_USABLE, measure, relative_error
 from nanochat.attention import PADDING_POSITION, KVCache, Mask, _Attend, _attend_sdpa, attend, bias, make_mask
-from nanochat.common import BadInput, at_least, init_device, print0, script_main
+from nanochat.cli import at_least, script_main
+from nanochat.common import BadInput, init_device, print0
 from nanochat.flops import machine_speed
 from nanochat.kernels.decode_attention import decode_attention, decode_attention_plain
 from nanochat.kernels.launch import takes_triton

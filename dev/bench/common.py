@@ -3,7 +3,8 @@ What the benchmarks share: their flags and random models.
 """
 import torch
 
-from nanochat.common import BadInput, at_least
+from nanochat.cli import at_least
+from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.shapes import SHAPES, shape_of

@@ -19,7 +19,8 @@ import statistics
 import torch
 
 from dev.bench.common import COUNT, DTYPES, add_model_args, random_model
-from nanochat.common import BadInput, at_least, init_device, print0, script_main
+from nanochat.cli import at_least, script_main
+from nanochat.common import BadInput, init_device, print0
 from nanochat.engine import generate, row_key
 from nanochat.flops import decode_floor, machine_speed, seconds_of
 

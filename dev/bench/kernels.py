@@ -27,7 +27,8 @@ from functools import partial
 import torch
 
 from dev.bench.common import COUNT, DTYPES
-from nanochat.common import BadInput, at_least, init_device, print0, script_main
+from nanochat.cli import at_least, script_main
+from nanochat.common import BadInput, init_device, print0
 from nanochat.flops import seconds_of, synchronize
 from nanochat.kernels.linear_logprob import linear_logprob
 from nanochat.kernels.linear_policy_loss import linear_policy_loss

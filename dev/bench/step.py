@@ -20,7 +20,8 @@ import time
 import torch
 
 from dev.bench.common import COUNT, DTYPES, add_model_args, random_model
-from nanochat.common import BadInput, all_reduce, at_least, init_device, print0, rank_and_world, script_main
+from nanochat.cli import at_least, script_main
+from nanochat.common import BadInput, all_reduce, init_device, print0, rank_and_world
 from nanochat.engine import generate, row_key
 from nanochat.flops import decode_floor, machine_speed, matrix_weights, prefill_floor, prompt_weights, synchronize
 from nanochat.kernels import cpu

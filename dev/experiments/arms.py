@@ -8,7 +8,8 @@ each is an Experiment. Where a flag comes twice, the later one counts.
 import re
 from typing import NamedTuple
 
-from nanochat.common import BadInput, check_choices
+from nanochat.cli import check_choices
+from nanochat.common import BadInput
 
 
 class Start(NamedTuple):

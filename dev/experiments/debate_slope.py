@@ -9,7 +9,8 @@ import argparse
 import csv
 from statistics import mean
 
-from nanochat.common import BadInput, print0, script_main
+from nanochat.cli import script_main
+from nanochat.common import BadInput, print0
 from nanochat.rl.report.report import interval
 
 DEBATER, CONSULTANT = "gen/win_rate_against_start_in", "gen/consultant_win_rate_in"

@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from dev.experiments.arms import Experiment, Start
 from nanochat import recipes
-from nanochat.common import BadInput, StopRequested, check_unchanged, flag_defaults, parse_flags, print0
+from nanochat.cli import check_unchanged, flag_defaults, parse_flags
+from nanochat.common import BadInput, StopRequested, print0
 from nanochat.rl.run.flags import complete_args
 from nanochat.storage.files import base_dir, path_of, whole_file, writing
 from scripts import chat_sft, tango_rl

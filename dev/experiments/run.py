@@ -31,7 +31,8 @@ from dev.experiments.arms_verifiers import VERIFIERS
 from dev.experiments.jobs import (Job, carry_out_all, check_made_alike, job_of, log_of, models_of, needed, runs_of,
                                   stages_of)
 from dev.experiments.table import WATCHED, Table, write_all
-from nanochat.common import BadInput, check_choices, print0, script_main
+from nanochat.cli import check_choices, script_main
+from nanochat.common import BadInput, print0
 from nanochat.hf.files import read_json
 from nanochat.rl.report.report import Run, change, check_comparable, paired, read_run, spread
 from nanochat.storage.files import check_writable, make_folder, path_of

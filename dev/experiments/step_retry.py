@@ -31,8 +31,8 @@ from statistics import mean
 
 from dev.experiments.verify_or_sample import (VOTE, Lead, Way, best_way, expected, lead_of, points_of, powers,
                                               tokens_of, voting_at)
-from nanochat.common import (BadInput, check_least, check_most, check_name, init_device, print0, rank_and_world,
-                             script_main)
+from nanochat.cli import check_least, check_most, check_name, script_main
+from nanochat.common import BadInput, init_device, print0, rank_and_world
 from nanochat.engine import row_key
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.measure.voting import SCORES

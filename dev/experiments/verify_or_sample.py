@@ -37,8 +37,8 @@ from math import log
 from statistics import mean
 from typing import NamedTuple
 
-from nanochat.common import (BadInput, check_least, check_most, check_name, init_device, print0, rank_and_world,
-                             script_main)
+from nanochat.cli import check_least, check_most, check_name, script_main
+from nanochat.common import BadInput, init_device, print0, rank_and_world
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.measure.voting import SCORES, choose
 from nanochat.rl.report.page import COLOURS

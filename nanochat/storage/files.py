@@ -11,7 +11,8 @@ import tempfile
 import urllib.parse
 import urllib.request
 
-from nanochat.common import BadInput, CannotWrite, check_name, print0
+from nanochat.cli import check_name
+from nanochat.common import BadInput, CannotWrite, print0
 
 
 HUB_SECONDS = 5.0  # until a hub that does not answer is taken for not there

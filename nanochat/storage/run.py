@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import torch
 
 from nanochat import __version__
-from nanochat.common import BadInput, CannotWrite, StopRequested, all_reduce, check_name, finite, print0, rank_and_world
+from nanochat.cli import check_name
+from nanochat.common import BadInput, CannotWrite, StopRequested, all_reduce, finite, print0, rank_and_world
 from nanochat.storage.files import path_of, read_records, whole_file, write_json, writing
 from nanochat.storage.writer import Writer
 

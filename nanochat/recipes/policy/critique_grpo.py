@@ -21,7 +21,8 @@ from dataclasses import replace
 
 import torch
 
-from nanochat.common import BadInput, above
+from nanochat.cli import above
+from nanochat.common import BadInput
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1

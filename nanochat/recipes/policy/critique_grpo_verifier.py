@@ -3,7 +3,7 @@
 The verifier is RL Tango's, as its SFT left it. Departures beside those of recipe critique_grpo: it sees no gold
 solution, as GPT-4o does in the paper, and it also judges right solutions, about which the paper's rule speaks.
 """
-from nanochat.common import at_least
+from nanochat.cli import at_least
 from nanochat.recipes.policy import critique_grpo
 from nanochat.recipes.policy.critique_grpo import SHOWN, check, evaluate  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec

@@ -16,7 +16,8 @@ Departures:
 """
 import torch
 
-from nanochat.common import BadInput, at_least
+from nanochat.cli import at_least
+from nanochat.common import BadInput
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1

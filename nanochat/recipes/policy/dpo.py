@@ -13,7 +13,7 @@ Departures:
    weigh most. --pairs-per-problem 1 makes all that have a pair count alike.
 4. AdamW at a constant --lr, not RMSprop at 1e-6 with 150 steps of warm-up: the models here are tiny.
 """
-from nanochat.common import at_least
+from nanochat.cli import at_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards

@@ -24,7 +24,8 @@ Departures:
 from collections.abc import Callable
 from typing import NamedTuple
 
-from nanochat.common import BadInput, at_least
+from nanochat.cli import at_least
+from nanochat.common import BadInput
 from nanochat.recipes.policy.score import changes
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS, are_right, pass_at_1

@@ -22,7 +22,8 @@ Departures:
 """
 import torch
 
-from nanochat.common import SHARE, BadInput, at_least, wide_dtype
+from nanochat.cli import SHARE, at_least
+from nanochat.common import BadInput, wide_dtype
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.credit.advantages import gae, whiten
 from nanochat.rl.credit.rewards import outcome_rewards

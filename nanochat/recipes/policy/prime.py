@@ -19,7 +19,8 @@ from dataclasses import replace
 
 import torch
 
-from nanochat.common import SHARE, BadInput, above, at_least
+from nanochat.cli import SHARE, above, at_least
+from nanochat.common import BadInput
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.credit.advantages import PRESETS, SparseRewards, source_advantages, to_go, whiten
 from nanochat.rl.credit.aggregation import check_one_update

@@ -13,7 +13,8 @@ Departures:
    itself (advantages).
 3. A solution of more than --most-steps steps is rewarded by its outcome alone, and counted (step_abstained).
 """
-from nanochat.common import BadInput, at_least
+from nanochat.cli import at_least
+from nanochat.common import BadInput
 from nanochat.rl.credit.advantages import COMBINE, PRESETS
 from nanochat.rl.credit.rewards import at_step_ends, outcome_rewards
 from nanochat.rl.learn.roles import RoleSpec

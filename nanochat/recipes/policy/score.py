@@ -19,7 +19,8 @@ Departures:
 """
 import torch
 
-from nanochat.common import BadInput, at_least
+from nanochat.cli import at_least
+from nanochat.common import BadInput
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec

@@ -16,7 +16,7 @@ Departures:
 """
 import random
 
-from nanochat.common import SHARE
+from nanochat.cli import SHARE
 from nanochat.recipes.policy.grpo import ROLES, draws, evaluate  # noqa: F401
 from nanochat.rl.credit.advantages import PRESETS, source_advantages
 from nanochat.rl.credit.rewards import terminal_rewards

@@ -21,7 +21,8 @@ import random
 
 import torch
 
-from nanochat.common import BadInput, at_least
+from nanochat.cli import at_least
+from nanochat.common import BadInput
 from nanochat.rl.credit.advantages import PRESETS, source_advantages
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.credit.rewards import terminal_rewards

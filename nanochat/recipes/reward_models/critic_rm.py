@@ -24,7 +24,7 @@ Departures:
 """
 import torch
 
-from nanochat.common import SHARE, at_least
+from nanochat.cli import SHARE, at_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.observe import log_rewards, verification_columns

@@ -14,7 +14,8 @@ Departures:
    reward model for that.
 4. --kl-coef is 0.08 as in the paper, where less collapsed on some data.
 """
-from nanochat.common import BadInput, at_least
+from nanochat.cli import at_least
+from nanochat.common import BadInput
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS
 from nanochat.rl.records.rollouts import Rollouts

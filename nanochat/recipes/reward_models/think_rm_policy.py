@@ -14,7 +14,8 @@ from functools import partial
 
 import torch
 
-from nanochat.common import BadInput, at_least
+from nanochat.cli import at_least
+from nanochat.common import BadInput
 from nanochat.recipes.reward_models.think_rm import FORM
 from nanochat.rl.credit.advantages import difference_advantages
 from nanochat.rl.learn.roles import RoleSpec

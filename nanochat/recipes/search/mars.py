@@ -34,7 +34,8 @@ from functools import partial
 
 import torch
 
-from nanochat.common import BadInput, at_least
+from nanochat.cli import at_least
+from nanochat.common import BadInput
 from nanochat.rl.credit.advantages import PRESETS, Preset, alone, source_advantages
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec

@@ -17,7 +17,7 @@ Departures:
 3. Stage 1 ends after a number of steps on the same problems. Theirs has 350 problems of its own.
 4. Queries and the search are those of recipe search_r1, with its departures 1 and 3.
 """
-from nanochat.common import at_least
+from nanochat.cli import at_least
 from nanochat.recipes.search import search_r1
 from nanochat.recipes.search.search_r1 import (add_search_args, answers_once, learn, log_queries, no_search,
                                                read_queries, scores_of_both, search_of)

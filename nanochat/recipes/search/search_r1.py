@@ -18,7 +18,8 @@ import argparse
 import re
 from dataclasses import replace
 
-from nanochat.common import BadInput, at_least
+from nanochat.cli import at_least
+from nanochat.common import BadInput
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards

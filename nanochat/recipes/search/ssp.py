@@ -21,7 +21,8 @@ Departures:
 import argparse
 from dataclasses import replace
 
-from nanochat.common import BadInput, at_least
+from nanochat.cli import at_least
+from nanochat.common import BadInput
 from nanochat.recipes.search import search_r1
 from nanochat.recipes.search.search_r1 import (add_search_args, log_queries, no_search, read_queries, scores_of_both,
                                                search_of)

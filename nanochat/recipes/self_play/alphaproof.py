@@ -31,7 +31,8 @@ from dataclasses import replace
 
 import torch
 
-from nanochat.common import SHARE, BadInput, at_least
+from nanochat.cli import SHARE, at_least
+from nanochat.common import BadInput
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS, are_right

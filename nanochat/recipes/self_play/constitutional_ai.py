@@ -22,7 +22,8 @@ Departures:
 """
 import random
 
-from nanochat.common import BadInput, above, at_least
+from nanochat.cli import above, at_least
+from nanochat.common import BadInput
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS, are_right
 from nanochat.rl.measure.observe import log_rewards

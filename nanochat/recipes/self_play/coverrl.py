@@ -29,7 +29,8 @@ from dataclasses import replace
 
 import torch
 
-from nanochat.common import BadInput, at_least
+from nanochat.cli import at_least
+from nanochat.common import BadInput
 from nanochat.recipes.self_play import ttrl
 from nanochat.recipes.self_play.ttrl import votes_per_problem
 from nanochat.rl.learn.roles import RoleSpec

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from nanochat.common import at_least
+from nanochat.cli import at_least
 from nanochat.recipes.self_play._debates import (DEBATE_TABLE, Debate, are_reached, argue, confidences,
                                                  evaluate_debates, positions_of, verify, won)
 from nanochat.rl.learn.roles import RoleSpec

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import torch
 
-from nanochat.common import SHARE, at_least
+from nanochat.cli import SHARE, at_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards

@@ -24,7 +24,7 @@ Departures:
 """
 import torch
 
-from nanochat.common import at_least
+from nanochat.cli import at_least
 from nanochat.rl.credit.advantages import whiten
 from nanochat.rl.credit.rewards import format_reward, terminal_rewards, verdict_reward
 from nanochat.rl.learn.roles import RoleSpec

@@ -19,7 +19,7 @@ Departures:
 5. A judgment that cannot be read is left out of the mean. A solution without any is in no pair.
 6. AdamW at a constant --lr, not 1e-6 decaying to 1e-7: the models here are tiny.
 """
-from nanochat.common import at_least
+from nanochat.cli import at_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import scores_of_pair
 from nanochat.rl.measure.observe import log_rewards

@@ -20,7 +20,8 @@ Departures:
 4. A constant --lr, not a cosine from 5e-7, and temperature 1, which the paper has for Qwen2.5-Math and reasoning models
    (else 0.6): the models here are tiny.
 """
-from nanochat.common import BadInput, at_least
+from nanochat.cli import at_least
+from nanochat.common import BadInput
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards

@@ -1,7 +1,7 @@
 """
 Whose turn it is: the verifier's warm-up, then generator and verifier in turn.
 """
-from nanochat.common import at_least
+from nanochat.cli import at_least
 from nanochat.rl.credit.schedules import SCHEDULES, PhaseLengths, next_phase
 from nanochat.rl.play.play import Play
 

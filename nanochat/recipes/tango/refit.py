@@ -12,7 +12,7 @@ Departures:
 """
 import torch
 
-from nanochat.common import at_least
+from nanochat.cli import at_least
 from nanochat.recipes.tango import tango
 from nanochat.recipes.tango._judged import asked
 from nanochat.recipes.tango._pool import completions_of, scored_solutions

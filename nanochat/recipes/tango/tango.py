@@ -16,7 +16,8 @@ Departures:
 """
 import argparse
 
-from nanochat.common import SHARE, BadInput, at_least
+from nanochat.cli import SHARE, at_least
+from nanochat.common import BadInput
 from nanochat.recipes.tango._judged import EARN, STEP_REWARDS, written
 from nanochat.recipes.tango._observe import observe_judged, observe_verifier
 from nanochat.recipes.tango._phases import add_schedule_args, begin_phase, eval_step  # noqa: F401

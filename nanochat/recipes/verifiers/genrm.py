@@ -9,7 +9,7 @@ Departures:
 1. The paper's score is p("Yes"); here it is divided by the mass of both verdicts.
 2. The solutions of the solution loss are the right ones of the file, one epoch with the verdicts.
 """
-from nanochat.common import at_least
+from nanochat.cli import at_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Draw, Play

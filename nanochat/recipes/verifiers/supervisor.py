@@ -14,7 +14,7 @@ Departures:
 """
 import random
 
-from nanochat.common import at_least
+from nanochat.cli import at_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.step_labels import METHODS, agreement, gains, until_error

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanochat.common import BadInput, at_least
+from nanochat.cli import at_least
+from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 

@@ -6,7 +6,8 @@ Q pairs among N rollouts, which may be in several.
 import torch
 from torch.nn.functional import logsigmoid
 
-from nanochat.common import BadInput, above
+from nanochat.cli import above
+from nanochat.common import BadInput
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.play.play import Play, Update

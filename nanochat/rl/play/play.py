@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.common import MOST, BadInput, all_reduce, gather_lists, mean_over_ranks, print0
+from nanochat.cli import MOST
+from nanochat.common import BadInput, all_reduce, gather_lists, mean_over_ranks, print0
 from nanochat.engine import Tool
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.credit.advantages import PRESETS, source_advantages

@@ -4,7 +4,8 @@ What a run's files must hold for a report. Where they do not, one line names the
 import math
 import re
 
-from nanochat.common import MOST, BadInput
+from nanochat.cli import MOST
+from nanochat.common import BadInput
 from nanochat.rl.report.cards import SHOWN
 
 # Kinds of values, as they are told; after every one may stand " or null".

@@ -9,7 +9,8 @@ from itertools import combinations
 from types import ModuleType
 
 from nanochat.checkpoint import default_tag, load_meta, warn_of_role
-from nanochat.common import SHARE, BadInput, at_least, check_name, gather_lists, in_words, print0
+from nanochat.cli import SHARE, at_least, check_name, in_words
+from nanochat.common import BadInput, gather_lists, print0
 from nanochat.engine import check_temperature
 from nanochat.kernels.losses import KL_ESTIMATORS, POLICY_LOSSES
 from nanochat.rl.credit.advantages import PRESETS

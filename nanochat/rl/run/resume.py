@@ -6,7 +6,8 @@ import os
 import re
 
 from nanochat.checkpoint import begun_steps, list_steps, saved_steps
-from nanochat.common import BadInput, check_unchanged, print0
+from nanochat.cli import check_unchanged
+from nanochat.common import BadInput, print0
 from nanochat.storage.files import path_of, read_records
 
 # Flags that may differ between a run and its continuation; any other would make it another run.

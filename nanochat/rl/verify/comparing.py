@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.common import at_least
+from nanochat.cli import at_least
 from nanochat.rl.measure.evals import SPLITS
 from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.measure.scores import share_of

@@ -2,7 +2,7 @@
 One evaluation for all judges, on solutions that stay the same in the whole run; and what recipes that train a judge
 share.
 """
-from nanochat.common import at_least
+from nanochat.cli import at_least
 from nanochat.rl.measure.evals import cut, padded
 from nanochat.rl.measure.scores import first_error_f1, macro_f1, share_of
 from nanochat.rl.measure.step_labels import until_error

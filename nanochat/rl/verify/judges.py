@@ -12,7 +12,8 @@ from functools import partial
 
 import torch
 
-from nanochat.common import BadInput, at_least
+from nanochat.cli import at_least
+from nanochat.common import BadInput
 from nanochat.rl.measure.scores import share_of
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt, solve_prompt

@@ -1,0 +1,276 @@
+"""
+The command line of every script: flags that check themselves, one line for bad input, exit codes. Importing it does
+nothing.
+"""
+import argparse
+import contextlib
+import datetime
+import errno
+import functools
+import io
+import math
+import os
+import re
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable
+
+import torch.distributed as dist
+
+from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, is_out_of_memory, one_line, print0,
+                             rank_and_world)
+
+MOST = 10 ** 18  # of an integer flag: twice as many are still 64 bits
+WIDEST = 1e30    # of a float flag: what is made of it is still a float32
+
+
+def script_main(main, parser, argv: list[str] | None = None, is_shown: bool = False) -> None:
+    """Runs main(args), turning BadInput into one line on stderr and exit code 2, Diverged and CannotWrite into code 1.
+    A leading `--` is dropped. parser: an ArgumentParser, or a function that makes it from the arguments. is_shown: the
+    script is run for what it prints, so that it fails where that could not be shown.
+
+    Where another rank has said why it ends, this one's own failure is its consequence, and is not shown.
+    """
+    open_streams()
+    check_ranks()
+    argv = sys.argv[1:] if argv is None else argv
+    argv = argv[1:] if argv[:1] == ["--"] else argv
+    code = 0
+    try:
+        check_one_copy(getattr(sys.modules["__main__"], "__file__", None) or "")
+        check_text(argv)
+        parser = parser(argv) if callable(parser) else parser
+        parser.error = functools.partial(refuse, getattr(parser, "explain", str))  # one line instead of the usage
+        main(parse_flags(parser, argv))
+        code = int(is_shown and getattr(sys.stdout, "name", "") == os.devnull)  # print0 put it there
+    except BadInput as error:
+        complain(f"error: {one_line(error)}")
+        code = 2
+    except (Diverged, CannotWrite) as error:
+        complain(f"stopped: {one_line(error)}")
+        code = 1
+    except BrokenPipeError:  # who read the output, as `head` does, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 141  # 128 + SIGPIPE
+    except StopRequested as stop:
+        print0(stop)
+        code = 143  # 128 + SIGTERM
+    except KeyboardInterrupt:  # before a run has begun, which saves itself
+        complain("stopped by Ctrl-C")
+        code = 130  # 128 + SIGINT
+    except OSError as error:
+        if error.filename:
+            complain(f"error: {error.filename}: {error.strerror}")
+            code = 2
+        elif error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # as above
+            complain(f"stopped: the output cannot be written: {error.strerror}")
+            code = 1
+        else:
+            raise
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            complain(f"stopped: there is not enough memory: {one_line(error)}")
+        elif not others_complained():  # of a collective, which another rank has left
+            raise
+        code = 1
+    if dist.is_initialized():
+        # Gloo's threads may still hold tensors and abort the interpreter's shutdown (pytorch/pytorch #179291): leave
+        # without it.
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    if code:
+        sys.exit(code)
+
+
+def check_one_copy(script: str) -> None:
+    """Raises BadInput where the script that Python was started with lies in one copy of the project and this package
+    comes from another, as for `torchrun scripts/tango_rl.py` in the environment of the folder that was copied."""
+    root, package = os.path.dirname(os.path.dirname(os.path.realpath(script))), os.path.dirname(__file__)
+    beside = os.path.join(root, "nanochat")
+    if os.path.exists(os.path.join(beside, "common.py")) and not os.path.samefile(beside, package):
+        raise BadInput(f"{script}: Python takes the package nanochat from {package}, not from {root}: "
+                       f"install it with `pip install -e {root}`, or set PYTHONPATH={root}")
+
+
+def check_ranks() -> None:
+    """Ends the process with one line and exit code 2 where the environment's numbers, which torchrun sets, are none or
+    do not go together."""
+    words = []
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "NANOCHAT_GRADING_WORKERS"):
+        value = os.environ.get(name, "0")
+        if not re.fullmatch("[0-9]{1,9}", value) and (value or not name.startswith("NANOCHAT")):
+            words.append(f"{name}={value[:100]}: must be a number")
+        elif name == "MASTER_PORT" and int(value or 0) > 65535:
+            words.append(f"{name}={value}: must be at most 65535")
+        elif name.startswith("NANOCHAT") and value and name in os.environ and int(value) == 0:
+            words.append(f"{name}={value}: must be at least 1")
+    if not words:
+        rank, world = rank_and_world()
+        if rank >= world:
+            words = [f"RANK={rank}: must be below WORLD_SIZE={world}"]
+        elif world > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            words = [f"WORLD_SIZE={world}: several ranks are started with torchrun"]
+    if words:
+        setter = "" if "NANOCHAT" in words[0] else "torchrun sets it, or "
+        print(f"error: the environment has {words[0]}; {setter}unset it", file=sys.stderr)
+        sys.exit(2)
+
+
+def open_streams() -> None:
+    """Stands the null device in for those of stdin, stdout and stderr that the process was started without. A character
+    that stdout's encoding lacks is shown as its number: printing stops no training."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def refuse(explain, message: str) -> None:
+    """Raises BadInput with argparse's message, as `explain` puts it; what a type refuses as --flag value: ..."""
+    raise BadInput(explain(re.sub(r"^argument (\S+): (.*?): must be", r"\1 \2: must be", message)))
+
+
+class Flags(argparse.Namespace):
+    """Parsed flags. explicit: the names of those that the user wrote; vars() does not have it."""
+    __slots__ = ("explicit",)
+
+
+def parse_flags(parser, argv: list[str]) -> Flags:
+    """The flags that stand in the arguments. Raises BadInput for a number that is not finite."""
+    args, unset = parser.parse_args(argv, Flags()), object()
+    written = parser.parse_args(argv, argparse.Namespace(**{action.dest: unset for action in parser._actions}))
+    args.explicit = {name for name, value in vars(written).items() if value is not unset}
+    check_finite(args)
+    return args
+
+
+def check_text(argv: list[str]) -> None:
+    """Raises BadInput for the first argument that is no text in UTF-8: what says so would fail on it. And where Python
+    was told to take names of files for another encoding: what is written could not be read."""
+    if (encoding := sys.getfilesystemencoding()) != "utf-8":
+        raise BadInput(f"the environment makes Python take names of files for {encoding}: set PYTHONUTF8=1")
+    for number, word in enumerate(argv, 1):
+        if "\0" in word or word != word.encode(errors="replace").decode():
+            raise BadInput(f"argument {number}, {word!r}: is no text in UTF-8")
+
+
+def check_finite(args) -> None:
+    """Raises BadInput for the first flag that is infinite, not a number, an integer beyond MOST, or a float beyond
+    WIDEST."""
+    for name, given in vars(args).items():
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise BadInput(f"--{name.replace('_', '-')} {value}: must be a finite number")
+            if isinstance(value, float) and abs(value) > WIDEST:
+                raise BadInput(f"--{name.replace('_', '-')} {value}: must be from -{WIDEST} to {WIDEST}")
+            if isinstance(value, int) and abs(value) > MOST:
+                raise BadInput(f"--{name.replace('_', '-')} {value}: must be from -{MOST} to {MOST}")
+
+
+def complaints(key: str) -> int:
+    """Counts up a number that all ranks of this start share, from 0; 0 where there is nobody to ask. An empty key:
+    the number of all complaints, which is not counted up."""
+    if rank_and_world()[1] == 1 or "MASTER_PORT" not in os.environ:
+        return 0
+    with contextlib.suppress(RuntimeError, ValueError, KeyError):
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                              timeout=datetime.timedelta(seconds=10))
+        prefix = f"complaint/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/"
+        if key:
+            store.add(prefix, 1)
+            return store.add(prefix + key, 1) - 1
+        return store.add(prefix, 0)
+    return 0
+
+
+def complain(line: str) -> None:
+    """Says what is wrong, once: of several ranks with the same complaint the first, and any rank that is alone with
+    its."""
+    if complaints(str(zlib.crc32(line.encode(errors="replace")))) == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def others_complained() -> bool:
+    """Whether a rank has said why it ends. It may be about to: the others notice in the same moment that it is gone."""
+    time.sleep(1.0 if rank_and_world()[1] > 1 else 0.0)
+    return complaints("") > 0
+
+
+def at_least(low: float, kind: type = int, most: float = math.inf, also: float | None = None,
+             is_open: bool = False) -> Callable:
+    """A type for argparse: an int, or a float, from `low` to `most`, or `also`. is_open: not `low` itself."""
+    def number(text: str):
+        value = kind(text)
+        if value != also and not (low < value <= most or value == low and not is_open):
+            bound = f"at most {most}" if value > most else f"{'above' if is_open else 'at least'} {low}"
+            raise argparse.ArgumentTypeError(f"{text}: must be {bound}" + (f", or {also}" if also is not None else ""))
+        return value
+    number.__name__, number.kind = kind.__name__, kind  # argparse says "invalid int value"
+    return number
+
+
+SHARE = at_least(0, float, 1)
+
+
+def above(low: float, most: float = math.inf) -> Callable:
+    """A type for argparse: a float above `low`, to `most`."""
+    return at_least(low, float, most, is_open=True)
+
+
+def check_least(args, least: dict[str, float]) -> None:
+    """Raises BadInput for the first flag whose value is below its least one, or not a number. A flag left at None is
+    not looked at."""
+    for name, low in least.items():
+        value = getattr(args, name)
+        if value is not None and not value >= low:
+            raise BadInput(f"--{name.replace('_', '-')} {value}: must be at least {low}")
+
+
+def check_most(args, most: dict[str, float]) -> None:
+    """Raises BadInput for the first flag whose value is above its most: a bound that nothing sane is beyond, and beyond
+    which the work would not even begin. A flag left at None is not looked at."""
+    for name, high in most.items():
+        value = getattr(args, name)
+        if value is not None and value > high:
+            raise BadInput(f"--{name.replace('_', '-')} {value}: must be at most {high}")
+
+
+def check_choices(args, tables: dict[str, Iterable[str]]) -> None:
+    """Raises BadInput for the first flag whose value is not in its table."""
+    for name, table in tables.items():
+        if getattr(args, name) not in table:
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: there are {', '.join(table)}")
+
+
+def in_words(may_change: set[str]) -> str:
+    """The flags that a continued run may change, for the help of --resume-from-step."""
+    names = sorted(may_change - {"resume_from_step", "dry_run"})
+    return f"flags that may change then: {', '.join('--' + name.replace('_', '-') for name in names)}"
+
+
+def flag_defaults(parser) -> dict:
+    """The flags of a parser and their defaults, and what it sets without a flag."""
+    return parser._defaults | {action.dest: action.default for action in parser._actions}
+
+
+def check_unchanged(what: str, before: dict, args, may_change: set[str], defaults: dict) -> list[str]:
+    """Raises BadInput for the first flag that differs from what a run or checkpoint was made with; the allowed changes,
+    in words. A flag that did not exist then counts as its default; --tensorboard may always change."""
+    before = defaults | before
+    changed = {name: value for name, value in vars(args).items() if before.get(name) != value}
+    for name, value in changed.items():
+        if name not in may_change | {"tensorboard"}:
+            raise BadInput(f"--{name.replace('_', '-')} {value}: {what} was started with {before.get(name)}; "
+                           f"a continued run cannot change it")
+    return [f"--{name.replace('_', '-')} {before.get(name)} -> {value}" for name, value in changed.items()]
+
+
+def check_name(flag: str, name: str) -> None:
+    """Raises BadInput unless the name of a run or a tag is a plain folder name."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
+        raise BadInput(f"{flag} {name}: use letters, digits, '.', '_' and '-', at most 200 of them")
