@@ -7,7 +7,6 @@ run's state) is valid once its state file exists: that one is written last. So i
 training run are written in the background (writer.py).
 """
 import contextlib
-import copy
 import json
 import os
 import pickle
@@ -18,15 +17,14 @@ from collections.abc import Callable
 
 import torch
 
-from nanochat.cli import check_unchanged
-from nanochat.common import BadInput, CannotWrite, compute_dtype, dtype_name, print0, rank_and_world
+from nanochat.common import BadInput, CannotWrite, compute_dtype, dtype_name, print0
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.hf.tokenizer import mark_of, read_files
 from nanochat.kernels.tiles import has_tiles, takes
 from nanochat.storage.files import make_folder, path_of, whole_file, write_json, writing
 from nanochat.tokenizer import Tokenizer
-from nanochat.weights import allocate, fill, is_sharded, local_optimizer_state, not_finite, whole_state, with_shards
+from nanochat.weights import allocate, fill, not_finite, with_shards
 
 # of a configuration
 SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "intermediate_size")
@@ -326,96 +324,6 @@ def restore_optimizer(optimizer, saved: dict, path: str) -> None:
         if any(tensor.dim() and tensor.shape != p.shape for tensor in entry.values()
                if isinstance(tensor, torch.Tensor)):
             raise BadInput(f"{path} does not fit: it was made for parameters of other shapes")
-
-
-def save_training(run, stage: str, tag: str, step: int, model, optimizers: list, state: dict, meta: dict, *, keep: int,
-                  per_rank: bool) -> None:
-    """Copies a model and what supervised training goes on from to the host, and has them written in the background:
-    rank 0 the model and the optimizers (of a sharded model each rank its part), and where they differ (per_rank) every
-    rank its own state. The model's meta goes last and makes the step valid; steps older than the last `keep` are
-    removed then. A collective.
-
-    What training goes on from has a name that upstream's scripts do not take for an optimizer of theirs.
-    """
-    with run.writer.saving():
-        to_host, rank, files = run.writer.to_host, run.rank, {}
-        weights = whole_state(model, rank == 0, to_host)
-        if rank == 0 or per_rank:
-            is_mine = rank == 0 or is_sharded(model)
-            states = [local_optimizer_state(optimizer, to_host) for optimizer in optimizers] if is_mine else []
-            files[f"train_{step:06d}_rank{rank}.pt"] = {"optimizers": states, "world": run.world,
-                                                        **copy.deepcopy(state)}
-        if rank == 0:
-            files[f"model_{step:06d}.pt"] = weights
-
-        def write() -> list:
-            for name, held in files.items():
-                save_atomic(held, path_of(stage, tag, name))
-            return []
-
-        def mark(_) -> None:
-            if rank == 0:
-                save_meta(stage, tag, step, model, meta)
-                folder = path_of(stage, tag)
-                spared = {run.resumed_from} | steps_started_from(stage, [tag])
-                drop_old_sets(run, os.path.join(folder, "meta_{}.json"), [folder], keep, step, spared)
-        run.writer.start(write, mark)
-
-
-def load_training(stage: str, tag: str, step: int, rank: int, optimizers: list, per_rank: bool,
-                  parts: tuple[str, ...] = ("state",)) -> dict:
-    """Restores optimizers, and gives this rank's state, which has these parts. per_rank: states, or parts of sharded
-    optimizers, differ, so the number of ranks may not. Raises BadInput."""
-    path = path_of(stage, tag, f"train_{step:06d}_rank0.pt")
-    if not os.path.exists(path):
-        raise BadInput(f"{path} is missing, without which step {step} cannot be trained on; there are: "
-                       f"{', '.join(map(str, resumable_steps(stage, tag))) or 'none'}")
-    saved = load_file(path)
-    if not isinstance(saved, dict) or not {"optimizers", "world", *parts} <= saved.keys():
-        raise BadInput(f"{path} is not what training goes on from: it lacks {', '.join(parts)} or optimizers")
-    world = rank_and_world()[1]
-    if per_rank and saved["world"] != world:
-        raise BadInput(f"{path}: was saved by {saved['world']} ranks and can be continued by as many, not by {world}")
-    mine = load_file(path_of(stage, tag, f"train_{step:06d}_rank{rank}.pt")) if per_rank and rank else saved
-    states = mine["optimizers"] or saved["optimizers"]
-    if len(states) != len(optimizers):
-        raise BadInput(f"{path} does not fit: it has {len(states)} optimizers, not {len(optimizers)}")
-    for optimizer, state in zip(optimizers, states, strict=True):
-        restore_optimizer(optimizer, state, path)
-    return mine
-
-
-def resumable_steps(stage: str, tag: str) -> list[int]:
-    """Steps after which supervised training can go on, ascending."""
-    return [step for step in list_steps(stage, tag)
-            if os.path.exists(path_of(stage, tag, f"train_{step:06d}_rank0.pt"))]
-
-
-def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict) -> int | None:
-    """The step that --resume-from-step means for supervised training: None for a fresh start. Raises BadInput for what
-    cannot be continued.
-
-    The flag is -1 (off), auto (the last step there is, if any) or a step. args must be those of the checkpoint's meta
-    but for may_change; defaults are of flags that it may not know.
-    """
-    wanted, folder = args.resume_from_step, path_of(stage, tag)
-    steps, saved = resumable_steps(stage, tag), list_steps(stage, tag)
-    if wanted == "-1" and saved:
-        raise BadInput(f"{folder} holds a model, of step {saved[-1]}: take another tag"
-                       + ", or continue it with --resume-from-step auto" * bool(steps))
-    if wanted == "-1" or wanted == "auto" and not saved:
-        return None
-    if wanted == "auto" and not steps:  # a model that is not finished is refused later
-        steps = saved
-    if wanted != "auto" and not re.fullmatch("[0-9]{1,18}", wanted):
-        raise BadInput(f"--resume-from-step {wanted}: must be -1 (off), auto or a step")
-    step = steps[-1] if wanted == "auto" else int(wanted)
-    if step not in steps:
-        raise BadInput(f"{path_of(stage, tag)} has no step {step} to continue from; there are: "
-                       f"{', '.join(map(str, steps)) or 'none'}")
-    meta, _ = load_meta(path_of(stage, tag, f"meta_{step:06d}.json"))
-    check_unchanged(f"{path_of(stage, tag)}", meta["user_config"], args, may_change, defaults)
-    return step
 
 
 def drop_old_sets(run, mark: str, folders: list[str], keep: int, newest: int, spared: set[int | None]) -> None:

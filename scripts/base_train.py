@@ -10,20 +10,18 @@ with its reference of depth 12 and 524,288 tokens.
     torchrun --standalone --nproc_per_node=8 scripts/base_train.py -- --data shards/*.parquet --depth 24 --run base
 """
 import argparse
-import contextlib
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
 
-from nanochat.checkpoint import (load_model, load_training, resumable_steps, resume_step, save_model, save_training,
-                                 saying_what_is_whole, warn_of_dtype)
-from nanochat.cli import SHARE, above, at_least, check_name, flag_defaults, in_words, script_main
-from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, all_reduce, compute_dtype, dtype_name,
-                             init_device, on_all_ranks, print0, rank_and_world)
+from nanochat.checkpoint import load_model, save_model, warn_of_dtype
+from nanochat.cli import SHARE, above, at_least, check_name, flag_defaults, script_main
+from nanochat.common import (BadInput, Diverged, all_reduce, compute_dtype, init_device, on_all_ranks, print0,
+                             rank_and_world)
 from nanochat.dataloader import Documents, PackedBatches, check_same_files, find_files, is_hub_name, mark_files
 from nanochat.engine import generate, row_key
 from nanochat.flops import flops_per_token, machine_speed, matrix_parameters, peak_flops
@@ -33,7 +31,9 @@ from nanochat.kernels.attention import register_operator
 from nanochat.loss_eval import bits_per_byte, supervised_loss
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
 from nanochat.storage.files import check_writable, path_of
-from nanochat.storage.run import Run, add_keep_arg, add_run_args, describe_versions, look_at, start_run, uses_wandb
+from nanochat.storage.run import Run, add_run_args, look_at, uses_wandb
+from nanochat.supervised import (add_checkpoint_args, begin_run, check_skipped, load_training, resumable_steps,
+                                 resume_step, save_training, saved_when_stopped, writing_checkpoints)
 from nanochat.weights import check_weights
 
 REFERENCE_DEPTH, REFERENCE_BATCH = 12, 2 ** 19  # where upstream tuned the learning rates; tokens
@@ -46,12 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
                                      allow_abbrev=False)
     add_run_args(parser)
     parser.add_argument("--model-tag", default="", help="name of the checkpoint; default d<depth>")
-    parser.add_argument("--resume-from-step", default="-1",
-                        help=f"continue from this step, or from the last one with 'auto'; -1 = a fresh start; "
-                             f"{in_words(MAY_CHANGE)}")
-    parser.add_argument("--save-every", type=at_least(-1), default=-1,
-                        help="steps between checkpoints; -1 = at the end only")
-    add_keep_arg(parser)
+    add_checkpoint_args(parser, MAY_CHANGE)
     data = parser.add_argument_group("data")
     data.add_argument("--data", nargs="+", required=True,
                       help="files of one kind, folders, patterns, or one datasets name: "
@@ -206,8 +201,9 @@ class Pretraining:
     optimizers: list
     batches: PackedBatches
     rules: dict                 # of apply_rules
-    state: dict                 # step, seconds, and how many steps were skipped in a row
+    state: dict = field(default_factory=lambda: {"step": 0, "seconds": 0.0, "skipped": 0})  # those in a row
     run: Run | None = None
+    stage = "base"
 
     def evaluate(self) -> float:
         """Validation bits per byte. Raises Diverged."""
@@ -225,11 +221,17 @@ class Pretraining:
                 "max_seq_len": self.args.sequence_len}
 
     def save(self, val_bpb: float | None = None) -> None:
+        save_training(self, {"batches": self.batches.state_dict(), "texts": self.texts}, self.meta(val_bpb),
+                      per_rank=True)
+
+    def save_after_bad_input(self) -> str:
+        """Saves the model alone: where its text is bad, the stream cannot go on."""
         check_weights(self.model, "model")
-        save_training(self.run, "base", self.tag, self.state["step"], self.model, self.optimizers,
-                      {"batches": self.batches.state_dict(), "state": dict(self.state), "texts": self.texts,
-                       "dtype": dtype_name(self.model.compute_dtype)},
-                      self.meta(val_bpb), keep=self.args.keep, per_rank=True)
+        self.run.writer.finish()
+        if self.run.rank == 0:
+            save_model("base", self.tag, self.state["step"], self.model, self.meta())
+        return ", and cannot be trained on" + "".join(f"; with the text as it was, --resume-from-step {step} goes on"
+                                                      for step in resumable_steps("base", self.tag)[-1:])
 
 
 def train_step(t: Pretraining, trunk) -> tuple[float, float, float]:
@@ -275,9 +277,7 @@ def train(t: Pretraining) -> None:
         t.run.log(record)
         if step % 50 == 0 or step == num_steps - 1 or "val_bpb" in record:
             print_step(record, num_steps, state)
-        if state["skipped"] == 3:
-            raise Diverged(f"step {step}: loss or gradient was not finite three times in a row; "
-                           f"lower the learning rates")
+        check_skipped(state)
         if is_due(args.save_every):
             t.save()
         if is_due(args.sample_every):
@@ -325,39 +325,32 @@ def prepare(args) -> Pretraining | None:
     t = Pretraining(args, tag, tokenizer, val_sources, texts, model,
                     pretraining_optimizers(model, *lrs, rules["weight_decay"]),
                     PackedBatches(Documents(train_sources, rank, world), tokenizer, rules["rows"],
-                                  args.sequence_len + 1),
-                    rules, {"step": 0, "seconds": 0.0, "skipped": 0})
+                                  args.sequence_len + 1), rules)
     if resumed is not None:
-        go_on(t, resumed, rank)
+        go_on(t, resumed)
     print_rules(f"{tag} after step {resumed}" if resumed else tag, model, rules,
                 f"{world} x {device}, {model.compute_dtype}")
-    t.run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, seen,
-                      resumed is not None, path_of("base", tag))
-    t.run.resumed_from = resumed
-    t.run.trim("metrics.jsonl", t.state["step"])
+    begin_run(t, device, seen, resumed)
     return t
 
 
-def go_on(t: Pretraining, step: int, rank: int) -> None:
+def go_on(t: Pretraining, step: int) -> None:
     """Takes over what was saved at a step. Raises BadInput where the text is another one."""
-    saved, what = load_training("base", t.tag, step, rank, t.optimizers, per_rank=True,
-                                parts=("state", "batches")), f"step {step} of {t.tag}"
-    for before, now in zip(saved.get("texts", t.texts), t.texts, strict=True):
+    saved, what = load_training(t, step, per_rank=True, parts=("batches", "texts")), f"step {step} of {t.tag}"
+    for before, now in zip(saved["texts"], t.texts, strict=True):
         check_same_files(before, now, what)
-    if "files" in saved:  # of an older version, which kept both in one
-        check_same_files(saved["files"], t.texts[0] | t.texts[1], what)
     warn_of_dtype(what, saved.get("dtype"), t.model.compute_dtype)
     t.batches.load_state_dict(saved["batches"])
-    t.state = saved["state"]
 
 
 def main(args) -> None:
     t = prepare(args)
     if t is None:
         return
-    with saying_what_is_whole(lambda: resumable_steps("base", t.tag),
-                              "the same flags and --resume-from-step auto"), t.run.writer:
-        val_bpb = carry_out(t)
+    with writing_checkpoints(t):
+        with saved_when_stopped(t):
+            train(t)
+            val_bpb = t.evaluate()
         t.save(val_bpb)
         t.run.writer.finish()
         t.run.log({"step": t.state["step"], "tokens": t.state["step"] * t.rules["batch"], "val_bpb": val_bpb,
@@ -367,37 +360,6 @@ def main(args) -> None:
     print0(f"validation bits per byte {val_bpb:.4f}; {t.batches.num_cut} documents were cut over rows, "
            f"{t.batches.num_empty} had no text\n"
            f"saved {path_of('base', t.tag)} at step {t.state['step']}")
-
-
-def carry_out(t: Pretraining) -> float:
-    """The steps that are left, and the evaluation after them. What stops them saves what there is."""
-    try:
-        train(t)
-        return t.evaluate()
-    except CannotWrite:  # the log, where its folder was moved: the model may be written all the same
-        if t.run.world == 1 and t.state["step"]:
-            with contextlib.suppress(CannotWrite):
-                t.save()
-                t.run.writer.finish()
-        raise
-    except BadInput as error:  # where its text is bad, the stream cannot go on: the model alone is kept
-        step = t.state["step"]
-        if step:
-            check_weights(t.model, "model")
-            t.run.writer.finish()
-            if t.run.rank == 0:
-                save_model("base", t.tag, step, t.model, t.meta())
-            left = "".join(f"; with the text as it was, --resume-from-step {whole} goes on"
-                           for whole in resumable_steps("base", t.tag)[-1:])
-            error = BadInput(f"{error}; the model after step {step} is saved, and cannot be trained on{left}")
-        t.run.finish()
-        raise error from None
-    except StopRequested:
-        t.save()
-        t.run.writer.finish()
-        t.run.finish()
-        raise StopRequested(f"stopped after step {t.state['step']}; go on with --model-tag {t.tag} "
-                            f"--resume-from-step auto") from None
 
 
 if __name__ == "__main__":

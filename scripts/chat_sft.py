@@ -18,7 +18,6 @@ ranks.
         --embedding-lr 5e-6 --shard --recompute     # an imported model: AdamW for all of it
 """
 import argparse
-import contextlib
 import math
 import os
 import time
@@ -26,11 +25,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nanochat.checkpoint import (find_step, fingerprint, load_model, load_training, resumable_steps, resume_step,
-                                 save_training, saying_what_is_whole, warn_of_dtype)
-from nanochat.cli import SHARE, at_least, check_name, flag_defaults, in_words, script_main
-from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, all_reduce, compute_dtype, dtype_name,
-                             init_device, on_all_ranks, print0, rank_and_world)
+from nanochat.checkpoint import find_step, fingerprint, load_model, warn_of_dtype
+from nanochat.cli import SHARE, at_least, check_name, flag_defaults, script_main
+from nanochat.common import BadInput, all_reduce, compute_dtype, init_device, on_all_ranks, print0, rank_and_world
 from nanochat.dataloader import check_same_files, length_batches, mark_of, pack_whole
 from nanochat.engine import pad_prompts
 from nanochat.gpt import add_model_args, config_of, new_model
@@ -45,8 +42,9 @@ from nanochat.rl.records.outcomes import outcomes_of, problems_digest, texts_dig
 from nanochat.rl.verify.demonstrations import Examples, check_demos
 from nanochat.rl.verify.forms import FORMS, check_form
 from nanochat.storage.files import check_writable, path_of
-from nanochat.storage.run import Run, add_keep_arg, add_run_args, describe_versions, look_at, start_run, uses_wandb
-from nanochat.weights import check_weights
+from nanochat.storage.run import Run, add_run_args, look_at, uses_wandb
+from nanochat.supervised import (add_checkpoint_args, begin_run, check_skipped, load_training, resume_step,
+                                 save_training, saved_when_stopped, writing_checkpoints)
 from tasks import add_task_args, make_task
 
 # sft problems from this index on are for sampled solutions: demonstrations of an endless task never get there
@@ -61,12 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     add_run_args(parser)
-    parser.add_argument("--resume-from-step", default="-1",
-                        help=f"continue from this step, or from the last one with 'auto'; -1 = a fresh start; "
-                             f"{in_words(MAY_CHANGE)}")
-    parser.add_argument("--save-every", type=at_least(-1), default=-1,
-                        help="steps between checkpoints; -1 = at the end only")
-    add_keep_arg(parser)
+    add_checkpoint_args(parser, MAY_CHANGE)
     add_task_args(parser)
     parser.add_argument("--role", choices=["generator", "verifier", "both"], required=True)
     parser.add_argument("--model-tag", default="", help="tag of the generator, default d<depth>")
@@ -148,22 +141,6 @@ def start_model(args, tokenizer, device):
     return model
 
 
-def sample_solutions(args, task, tokenizer, generator, run) -> list[tuple]:
-    """(problem, solution text) pairs from the SFT generator on the sft split. Solutions whose outcome cannot be told
-    are left out and counted: a demonstration would call them wrong."""
-    problems = [task.problem("sft", SAMPLED_FROM + i) for i in range(args.num_sampled)]
-    sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, 0, should_stop=run.should_stop)
-    solutions = sampler.solve(generator, problems, 1, ("sft",))[1]
-    texts = [solution.text for solution in solutions]
-    outcomes = outcomes_of(task, problems, texts, run.should_stop)
-    run.check_stop()
-    kept = [(problem, text) for problem, text, outcome in zip(problems, texts, outcomes, strict=True)
-            if outcome is not None]
-    if len(kept) < len(texts):
-        print0(f"{len(texts) - len(kept)} of {len(texts)} sampled solutions could not be checked and are left out")
-    return kept
-
-
 @dataclass
 class Training:
     """All that the steps of an SFT read and change."""
@@ -178,17 +155,19 @@ class Training:
     generator: torch.nn.Module | None = None  # whose solutions a verifier learns to judge
     state: dict = field(default_factory=lambda: {"step": 0, "seconds": 0.0, "too_long": 0, "loss": None, "skipped": 0})
     run: Run | None = None
+    stage = "sft"
 
     @property
     def parameters(self) -> list:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def save(self) -> None:
-        check_weights(self.model, self.args.role)
-        save_training(self.run, "sft", self.tag, self.state["step"], self.model, self.optimizers,
-                      {"state": dict(self.state), **self.marks, "dtype": dtype_name(self.model.compute_dtype)},
-                      {"user_config": vars(self.args), "loss": self.state["loss"], "val_bpb": None,
-                       "tokenizer": self.tokenizer.mark()}, keep=self.args.keep, per_rank=self.args.shard)
+        save_training(self, self.marks, {"user_config": vars(self.args), "loss": self.state["loss"], "val_bpb": None,
+                                         "tokenizer": self.tokenizer.mark()}, per_rank=self.args.shard)
+
+    def save_after_bad_input(self) -> str:
+        self.save()
+        return ""
 
 
 def train_step(t: Training, examples: list) -> tuple[float, float, float]:
@@ -236,11 +215,27 @@ def train(t: Training) -> None:
         if step % 50 == 0 or state["step"] == args.num_steps:
             left = state["seconds"] / state["step"] * (args.num_steps - state["step"])
             print0(f"step {step:4d}/{args.num_steps} | loss {loss:.4f} | {state['seconds']:.0f}s, {left:.0f}s left")
-        if state["skipped"] == 3:
-            raise Diverged(f"step {step}: loss or gradient was not finite three times in a row; "
-                           f"lower the learning rates")
+        check_skipped(state)
         if args.save_every > 0 and state["step"] % args.save_every == 0 and state["step"] < args.num_steps:
             t.save()
+
+
+def sample_what_is_judged(t: Training) -> None:
+    """Takes (problem, solution text) pairs from the SFT generator on the sft split. Solutions whose outcome cannot be
+    told are left out and counted: a demonstration would call them wrong."""
+    args, task, run = t.args, t.task, t.run
+    problems = [task.problem("sft", SAMPLED_FROM + i) for i in range(args.num_sampled)]
+    sampler = Sampler(task, t.tokenizer, args.seed, args.max_new_tokens, 0, should_stop=run.should_stop)
+    texts = [solution.text for solution in sampler.solve(t.generator, problems, 1, ("sft",))[1]]
+    outcomes = outcomes_of(task, problems, texts, run.should_stop)
+    run.check_stop()
+    t.examples.sampled = [(problem, text) for problem, text, outcome in zip(problems, texts, outcomes, strict=True)
+                          if outcome is not None]
+    if num_left_out := outcomes.count(None):
+        print0(f"{num_left_out} of {len(texts)} sampled solutions could not be checked and are left out")
+    t.examples.check()
+    if not args.verifier_shared_layers:
+        t.generator = None  # its memory is the training's
 
 
 def resolve_tags(args) -> str:
@@ -343,7 +338,7 @@ def prepare(args) -> Training | None:
     t = Training(args, tag, tokenizer, task, model, muon_adamw(model, args.matrix_lr, args.embedding_lr),
                  Examples(args, task, tokenizer, model.config.sequence_len), marks, generator)
     if resumed is not None:
-        go_on(t, resumed, rank, judged)
+        go_on(t, resumed, judged)
     lengths = t.examples.check()  # before anything is sampled or written, and with what was sampled below
     num_cut = sum(length > args.max_new_tokens for length in lengths)
     if args.role == "generator" and num_cut and not t.examples.conversations:
@@ -351,16 +346,13 @@ def prepare(args) -> Training | None:
                f"{args.max_new_tokens} that solutions are given: it cannot write the like")
     print0(f"SFT of the {args.role}{f' after step {resumed}' if resumed else ''}: {model.config}, "
            f"{sum(p.numel() for p in t.parameters):,} parameters trained, {device}, {model.compute_dtype}")
-    t.run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, seen,
-                      resumed is not None, path_of("sft", tag))
-    t.run.resumed_from = resumed
-    t.run.trim("metrics.jsonl", t.state["step"])
+    begin_run(t, device, seen, resumed)
     return t
 
 
-def go_on(t: Training, step: int, rank: int, judged: tuple | None) -> None:
+def go_on(t: Training, step: int, judged: tuple | None) -> None:
     """Takes over what was saved at a step. Raises BadInput where it was trained on something else."""
-    saved, where = load_training("sft", t.tag, step, rank, t.optimizers, per_rank=t.args.shard), path_of("sft", t.tag)
+    saved, where = load_training(t, step, per_rank=t.args.shard), path_of("sft", t.tag)
     before = t.marks | {name: saved[name] for name in t.marks if name in saved}  # older ones do not tell of all
     check_same_files(before["files"], t.marks["files"], f"step {step} of {t.tag}")
     if (before["problems"], before["texts"]) != (t.marks["problems"], t.marks["texts"]):
@@ -370,49 +362,23 @@ def go_on(t: Training, step: int, rank: int, judged: tuple | None) -> None:
         raise BadInput(f"{path_of('sft', judged[0])} is not the generator whose solutions {where} was trained on: its "
                        f"SFT was done again; take another tag")
     warn_of_dtype(f"step {step} of {t.tag}", saved.get("dtype"), t.model.compute_dtype)
-    t.state = saved["state"]
 
 
 def main(args) -> None:
     t = prepare(args)
     if t is None:
         return
-    with saying_what_is_whole(lambda: resumable_steps("sft", t.tag),
-                              "the same flags and --resume-from-step auto"), t.run.writer:
-        carry_out(t)
+    with writing_checkpoints(t):
+        with saved_when_stopped(t):
+            if t.generator is not None:
+                sample_what_is_judged(t)
+            train(t)
         t.save()
         t.run.writer.finish()
         t.run.finish()
     left_out = (f", {t.state['too_long']} conversations were longer than the context and left out"
                 if args.conversations else "")
     print0(f"saved {path_of('sft', t.tag)} at step {args.num_steps}{left_out}")
-
-
-def carry_out(t: Training) -> None:
-    """Samples what a verifier is to judge, and runs the steps that are left. What stops them saves what there is."""
-    run, step = t.run, lambda: t.state["step"]
-    try:
-        if t.generator is not None:
-            t.examples.sampled = sample_solutions(t.args, t.task, t.tokenizer, t.generator, run)
-            t.examples.check()
-            if not t.args.verifier_shared_layers:
-                t.generator = None  # its memory is the training's
-        train(t)
-    except CannotWrite:  # the log, where its folder was moved: the model may be written all the same
-        if run.world == 1 and step():
-            with contextlib.suppress(CannotWrite):
-                t.save()
-                run.writer.finish()
-        raise
-    except (StopRequested, BadInput) as stop:
-        if step():
-            t.save()
-            run.writer.finish()
-        run.finish()
-        if isinstance(stop, BadInput):
-            raise BadInput(f"{stop}; the model after step {step()} is saved" if step() else str(stop)) from None
-        raise StopRequested(f"stopped after step {step()}; go on with the same flags and "
-                            f"--resume-from-step auto") from None
 
 
 if __name__ == "__main__":

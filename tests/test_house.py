@@ -17,8 +17,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # A module imports from its own package and from those after it.
 PACKAGES = ("scripts", "nanochat.recipes", "nanochat.rl.run", "nanochat.rl.report", "nanochat.rl.verify",
             "nanochat.rl.measure", "nanochat.rl.play", "nanochat.rl.learn", "nanochat.rl.credit", "nanochat.rl.records",
-            "tasks", "nanochat.checkpoint", "nanochat.hf", "nanochat", "nanochat.storage", "nanochat.kernels",
-            "nanochat.cli", "nanochat.common")  # and all may ask `nanochat` for its version
+            "tasks", "nanochat.supervised", "nanochat.checkpoint", "nanochat.hf", "nanochat", "nanochat.storage",
+            "nanochat.kernels", "nanochat.cli", "nanochat.common")  # and all may ask `nanochat` for its version
 
 
 @functools.cache

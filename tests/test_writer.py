@@ -15,13 +15,13 @@ from test_damage import outcome_of
 from test_tango_rl import assert_same_weights, gen_weights, records
 
 from nanochat import checkpoint
-
-from nanochat.checkpoint import begun_steps, drop_old_sets, list_steps, resumable_steps, saved_steps
+from nanochat.checkpoint import begun_steps, drop_old_sets, list_steps, saved_steps
 from nanochat.common import BadInput, CannotWrite, Diverged, StopRequested
 from nanochat.rl.learn import state
 from nanochat.storage import writer
 from nanochat.storage.run import Run
 from nanochat.storage.writer import Writer
+from nanochat.supervised import resumable_steps
 from scripts import base_train, chat_sft, tango_rl
 
 CPU = torch.device("cpu")
