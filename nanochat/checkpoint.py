@@ -3,8 +3,7 @@ Checkpoints in upstream's layout: <stage folder>/<tag>/model_{step:06d}.pt, meta
 optim_{step:06d}_rank{r}.pt.
 
 Every file is written whole or not at all. A co-training run's set of a step (both roles' models and optimizers, and the
-run's state) is valid once its state file exists: that one is written last. So is a supervised step's meta. Files of a
-training run are written in the background (writer.py).
+run's state) is valid once its state file exists: that one is written last. So is a supervised step's meta.
 """
 import contextlib
 import json
@@ -26,11 +25,10 @@ from nanochat.storage.files import make_folder, path_of, whole_file, write_json,
 from nanochat.tokenizer import Tokenizer
 from nanochat.weights import allocate, fill, not_finite, with_shards
 
-# of a configuration
+# sizes of a configuration
 SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "intermediate_size")
 NARROW_FROM = 512  # width of an imported model from which products in bf16 are taken to be the faster ones
-# absent from older upstream checkpoints, with what they stood for
-MAY_BE_MISSING = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}
+MAY_BE_MISSING = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # from older upstream checkpoints, with what they stood for
 
 
 def save_atomic(obj, path: str) -> None:
@@ -40,36 +38,31 @@ def save_atomic(obj, path: str) -> None:
         torch.save(obj, f)
 
 
-def load_file(path: str, device="cpu", mmap: bool = False):
+def load_file(path: str, mmap: bool = False):
     """torch.load of tensors and plain containers only; with mmap, tensors stay in the file until they are read. Raises
     BadInput when the file is absent, damaged or holds anything else."""
     if not os.path.exists(path):
         raise BadInput(f"{path} is missing")
-    check_whole(path)
     try:
-        return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+        check_whole(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:  # torch's text goes on with advice to allow what was refused
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise BadInput(f"{path} holds more than tensors and plain values{f' ({named[1]})' if named else ''}: it is "
                        f"damaged or hostile, and was not loaded") from None
-    except Exception as error:  # torch raises many types for a file that is damaged
-        raise BadInput(f"{path} cannot be loaded: "
+    except Exception as error:  # of many types, where a file is damaged
+        raise BadInput(f"{path} is damaged or no checkpoint: "
                        f"{' '.join(str(error).split())[:200] or type(error).__name__}") from None
 
 
 def check_whole(path: str) -> None:
-    """Raises BadInput unless the records of a checkpoint file are those that were written: a .pt file is a zip file,
-    which keeps a checksum of each."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            # PyTorch compresses nothing, and would take a record with attributes for a folder
-            strange = [record.filename for record in archive.infolist()
-                       if record.compress_type != zipfile.ZIP_STORED or record.external_attr]
-            damaged = strange[0] if strange else archive.testzip()
-    except (zipfile.BadZipFile, OSError, ValueError, EOFError, RuntimeError) as error:  # the last of encrypted ones
-        raise BadInput(f"{path} is damaged or no checkpoint: {error}") from None
-    if damaged:
-        raise BadInput(f"{path} is damaged: {damaged} is not what was written")
+    """Raises unless the records of a .pt file, a zip file with a checksum of each, are those that were written. PyTorch
+    compresses none, and would take one with attributes for a folder."""
+    with zipfile.ZipFile(path) as archive:
+        strange = [record.filename for record in archive.infolist()
+                   if record.compress_type != zipfile.ZIP_STORED or record.external_attr]
+        if damaged := strange[0] if strange else archive.testzip():
+            raise ValueError(f"{damaged} is not what was written")
 
 
 def checksum(path: str) -> int:
@@ -84,12 +77,17 @@ def list_tags(stage: str) -> list[str]:
     return sorted(tag for tag in os.listdir(folder) if list_steps(stage, tag)) if os.path.isdir(folder) else []
 
 
+def steps_in(folder: str, name: str) -> list[int]:
+    """The steps of a folder's files of such a name, a pattern with the step's digits in parentheses; ascending."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return sorted(int(match[1]) for match in map(re.compile(name).fullmatch, names) if match)
+
+
 def list_steps(stage: str, tag: str) -> list[int]:
     """Steps at which the tag has a model and its meta, ascending."""
     folder = path_of(stage, tag)
-    names = set(os.listdir(folder)) if os.path.isdir(folder) else set()
-    steps = sorted(int(m[1]) for m in (re.fullmatch(r"model_(\d+)\.pt", name) for name in names) if m)
-    return [step for step in steps if f"meta_{step:06d}.json" in names]
+    with_meta = set(steps_in(folder, r"meta_(\d+)\.json"))
+    return [step for step in steps_in(folder, r"model_(\d+)\.pt") if step in with_meta]
 
 
 def default_tag(stage: str) -> str:
@@ -133,22 +131,16 @@ def save_meta(stage: str, tag: str, step: int, model: GPT | Decoder, meta: dict)
                {"step": step, "model_config": model.config.asdict(), **meta})
 
 
-def tokenizer_mark() -> int | None:
-    """The mark of the base directory's tokenizer, as it is now; None where there is none that can be read."""
-    folder = path_of("tokenizer")
-    with contextlib.suppress(BadInput, OSError):
-        is_imported = os.path.exists(os.path.join(folder, "tokenizer.json"))
-        return mark_of(read_files(folder)) if is_imported else Tokenizer.load(folder).mark()
-    return None
-
-
 def check_tokenizer(meta: dict, path: str) -> None:
     """Raises BadInput where a model was made with another tokenizer, whose mark stands in its meta, than the base
-    directory has now: it would read and write nonsense. Older metas, and a directory without one, do not tell."""
-    before, now = meta.get("tokenizer"), tokenizer_mark()
+    directory has now: it would read and write nonsense. Older metas, and a directory without one that can be read, do
+    not tell."""
+    folder, before, now = path_of("tokenizer"), meta.get("tokenizer"), None
+    with contextlib.suppress(BadInput, OSError):
+        is_imported = os.path.exists(os.path.join(folder, "tokenizer.json"))
+        now = mark_of(read_files(folder)) if is_imported else Tokenizer.load(folder).mark()
     if None not in (before, now) and before != now:
-        raise BadInput(f"{path}: its model was made with another tokenizer than the one in {path_of('tokenizer')}: "
-                       f"put that one back")
+        raise BadInput(f"{path}: its model was made with another tokenizer than the one in {folder}: put that one back")
 
 
 def load_meta(path: str) -> tuple[dict, GPTConfig | DecoderConfig]:
@@ -163,18 +155,17 @@ def load_meta(path: str) -> tuple[dict, GPTConfig | DecoderConfig]:
             print0(f"{path}: has no window_pattern, taken as L")
             given["window_pattern"] = "L"
         config = kind(**given)
+        if missing := config.asdict().keys() - given.keys():
+            raise ValueError(f"model_config has no {', '.join(sorted(missing))}")
+        if "step" not in meta:  # upstream's RL has none
+            meta["step"] = int(re.search(r"meta_(\d+)\.json$", path)[1])
+        if not isinstance(meta["step"], int) or not isinstance(meta.setdefault("user_config", {}), dict):
+            raise ValueError("step must be a number, and user_config the flags it was made with")
     except FileNotFoundError:
         raise BadInput(f"{path} is missing") from None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"{path} is no model's meta: {error}") from None
-    missing = config.asdict().keys() - given.keys()
-    if missing:
-        raise BadInput(f"{path}: model_config has no {', '.join(sorted(missing))}")
     check_config(config, path)
-    if "step" not in meta and (named := re.search(r"meta_(\d+)\.json$", path)):  # upstream's RL has none
-        meta["step"] = int(named[1])
-    if not isinstance(meta.get("step"), int) or not isinstance(meta.setdefault("user_config", {}), dict):
-        raise BadInput(f"{path} is no model's meta: step must be a number, and user_config the flags it was made with")
     return meta, config
 
 
@@ -192,20 +183,15 @@ def check_config(config: GPTConfig | DecoderConfig, path: str) -> None:
 
 
 def dtype_for(device, *configs: GPTConfig | DecoderConfig) -> torch.dtype:
-    """The compute dtype of models of these shapes: common.compute_dtype's, but bfloat16 too for imported models of
-    some width on a CPU that multiplies it in tiles (AMX), where $NANOCHAT_DTYPE does not say otherwise and the kernels
-    take them all."""
-    if (device.type == "cpu" and not os.environ.get("NANOCHAT_DTYPE") and configs and all(map(gains_by_tiles, configs))
+    """The compute dtype of models of these shapes: common.compute_dtype's, but where $NANOCHAT_DTYPE does not say
+    otherwise bfloat16 too for imported models of some width on a CPU that multiplies it in tiles (AMX)."""
+    gains = lambda config: (isinstance(config, DecoderConfig) and config.n_embd >= NARROW_FROM
+                            and not (config.qk_norm or config.out_bias or config.mlp_bias)
+                            and takes(config.n_embd, config.vocab_size, config.intermediate_size, config.head_dim))
+    if (device.type == "cpu" and not os.environ.get("NANOCHAT_DTYPE") and configs and all(map(gains, configs))
             and has_tiles()):
         return torch.bfloat16
     return compute_dtype(device)
-
-
-def gains_by_tiles(config: GPTConfig | DecoderConfig) -> bool:
-    """Whether the kernels for products in bf16 serve a model of this shape, and it is wide enough to gain."""
-    return (isinstance(config, DecoderConfig) and config.n_embd >= NARROW_FROM
-            and not (config.qk_norm or config.out_bias or config.mlp_bias)
-            and takes(config.n_embd, config.vocab_size, config.intermediate_size, config.head_dim))
 
 
 def load_model(stage: str, tag: str, device, dtype: torch.dtype | None = None, step: int | None = None,
@@ -267,8 +253,7 @@ def fingerprint(path: str) -> int:
 
 
 def load_state_dict(path: str) -> dict[str, torch.Tensor]:
-    """The tensors of a model file, which stay in it until they are read. Raises BadInput where it holds anything
-    else."""
+    """The tensors of a model file, which stay in it until they are read. Raises BadInput for anything else."""
     state = load_file(path, mmap=True)
     if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
         raise BadInput(f"{path} holds no state dict")
@@ -303,15 +288,15 @@ def save_optimizer(stage: str, tag: str, step: int, state: dict, rank: int = 0) 
 
 
 def load_optimizer(stage: str, tag: str, step: int, optimizer, rank: int = 0) -> str:
-    """Restores an optimizer; its path. Raises BadInput when the file is missing or made for other parameters, or parts
-    of another size."""
+    """Restores an optimizer; its path. Raises BadInput."""
     path = path_of(stage, tag, f"optim_{step:06d}_rank{rank}.pt")
     restore_optimizer(optimizer, load_file(path, mmap=True), path)
     return path
 
 
 def restore_optimizer(optimizer, saved: dict, path: str) -> None:
-    """Gives an optimizer a saved state. Raises BadInput that names the file when it was made for other parameters."""
+    """Gives an optimizer a saved state. Raises BadInput where it was made for other parameters, or parts of another
+    size."""
     ways = [group.get("fused") for group in optimizer.param_groups]  # how a step is made is not the state's to say
     try:
         optimizer.load_state_dict(with_shards(saved, optimizer))
@@ -339,8 +324,8 @@ def drop_old_sets(run, mark: str, folders: list[str], keep: int, newest: int, sp
     folder, name = os.path.split(mark)
     number = re.compile(re.escape(name).replace(r"\{\}", r"(\d+)") + r"(\.old)?")
     marks = [match for match in map(number.fullmatch, os.listdir(folder)) if match]
-    whole = {int(match[1]): os.path.join(folder, match[0]) for match in marks if not match[2]}
-    old = {int(match[1]): os.path.join(folder, match[0]) for match in marks if match[2]}
+    whole, old = ({int(match[1]): os.path.join(folder, match[0]) for match in marks if bool(match[2]) == is_old}
+                  for is_old in (False, True))
     left: list[OSError] = []
 
     def attempt(do, *paths: str) -> bool:
@@ -355,11 +340,10 @@ def drop_old_sets(run, mark: str, folders: list[str], keep: int, newest: int, sp
         if step not in spared and attempt(os.rename, whole[step], whole[step] + ".old"):
             old[step] = whole.pop(step) + ".old"
     for step, path in old.items():
-        num_left, part = len(left), re.compile(rf"(model|meta|optim|train)_0*{step}(_rank\d+)?\.(pt|json)")
-        for where in folders if step not in whole else ():  # saved once more since then
-            for name in filter(part.fullmatch, os.listdir(where)):
-                attempt(os.remove, os.path.join(where, name))
-        if len(left) == num_left:
+        part = re.compile(rf"(model|meta|optim|train)_0*{step}(_rank\d+)?\.(pt|json)")
+        files = [os.path.join(where, name) for where in folders if step not in whole  # else it was saved once more
+                 for name in filter(part.fullmatch, os.listdir(where))]
+        if all([attempt(os.remove, file) for file in files]):
             attempt(os.remove, path)
     if left:
         run.writer.record["old_files_left"] = len(left)
@@ -402,9 +386,7 @@ def begin_set(run_name: str, step: int) -> None:
 
 def begun_steps(run_name: str) -> set[int]:
     """Steps at which a run was saving a set when it was cut off."""
-    folder = path_of("runs", run_name)
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return {int(m[1]) for m in (re.fullmatch(r"begun_(\d+)", name) for name in names) if m}
+    return set(steps_in(path_of("runs", run_name), r"begun_(\d+)"))
 
 
 def save_state(run_name: str, step: int, state: dict) -> None:
@@ -416,9 +398,7 @@ def save_state(run_name: str, step: int, state: dict) -> None:
 
 def saved_steps(run_name: str) -> list[int]:
     """Steps at which a run has a complete set, ascending."""
-    folder = path_of("runs", run_name)
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return sorted(int(m[1]) for m in (re.fullmatch(r"state_(\d+)\.pt", name) for name in names) if m)
+    return steps_in(path_of("runs", run_name), r"state_(\d+)\.pt")
 
 
 def load_state(run_name: str, step: int) -> dict:

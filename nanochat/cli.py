@@ -136,7 +136,7 @@ def refuse(explain, message: str) -> None:
 
 
 class Flags(argparse.Namespace):
-    """Parsed flags. explicit: the names of those that the user wrote; vars() does not have it."""
+    """Parsed flags. explicit: the names of those that the user wrote, which vars() does not have."""
     __slots__ = ("explicit",)
 
 
@@ -160,16 +160,12 @@ def check_text(argv: list[str]) -> None:
 
 
 def check_finite(args) -> None:
-    """Raises BadInput for the first flag that is infinite, not a number, an integer beyond MOST, or a float beyond
-    WIDEST."""
+    """Raises BadInput for the first flag that is not a number, an integer beyond MOST, or a float beyond WIDEST."""
     for name, given in vars(args).items():
         for value in given if isinstance(given, list) else [given]:
-            if isinstance(value, float) and not math.isfinite(value):
-                raise BadInput(f"--{name.replace('_', '-')} {value}: must be a finite number")
-            if isinstance(value, float) and abs(value) > WIDEST:
-                raise BadInput(f"--{name.replace('_', '-')} {value}: must be from -{WIDEST} to {WIDEST}")
-            if isinstance(value, int) and abs(value) > MOST:
-                raise BadInput(f"--{name.replace('_', '-')} {value}: must be from -{MOST} to {MOST}")
+            most = WIDEST if isinstance(value, float) else MOST
+            if isinstance(value, int | float) and not abs(value) <= most:
+                raise BadInput(f"--{name.replace('_', '-')} {value}: must be from -{most} to {most}")
 
 
 def complaints(key: str) -> int:
@@ -223,8 +219,7 @@ def above(low: float, most: float = math.inf) -> Callable:
 
 
 def check_least(args, least: dict[str, float]) -> None:
-    """Raises BadInput for the first flag whose value is below its least one, or not a number. A flag left at None is
-    not looked at."""
+    """Raises BadInput for the first flag that is below its least value; one left at None is not looked at."""
     for name, low in least.items():
         value = getattr(args, name)
         if value is not None and not value >= low:
@@ -232,8 +227,7 @@ def check_least(args, least: dict[str, float]) -> None:
 
 
 def check_most(args, most: dict[str, float]) -> None:
-    """Raises BadInput for the first flag whose value is above its most: a bound that nothing sane is beyond, and beyond
-    which the work would not even begin. A flag left at None is not looked at."""
+    """Raises BadInput for the first flag that is above its most; one left at None is not looked at."""
     for name, high in most.items():
         value = getattr(args, name)
         if value is not None and value > high:

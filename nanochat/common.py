@@ -17,9 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-
 NUM_WAITING = 8  # threads of in_threads
-NUM_PRODUCTS = 64  # kept by keep_few_products: a model's few shapes, many times over
 
 
 class BadInput(ValueError):
@@ -87,15 +85,12 @@ def init_device(device_type: str) -> torch.device:
     if os.environ.keys() & {"TORCHELASTIC_RUN_ID", "NANOCHAT_STOP_WITH_PARENT"}:
         stop_with_parent()
     if device_type == "cpu":
-        keep_freed_memory()
-        use_huge_pages()
-        keep_few_products()
+        hold_memory()
     device = (torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0))) if device_type == "cuda"
               else torch.device(device_type))
     if device_type == "cuda":
         torch.cuda.set_device(device)
-        # it plans for half a second at every new shape, and micro-batches have many
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for half a second at every new shape: there are many
     if rank_and_world()[1] > 1 and not dist.is_initialized():
         check_agent()
         # One rank may write checkpoints of many GB, or wait for graders, while the others are in a collective.
@@ -125,28 +120,19 @@ def check_agent() -> None:
                                 f"{error.strerror or error}") from None
 
 
-def keep_freed_memory() -> None:
-    """Makes glibc keep memory that tensors on CPU have freed: handing it back means 100K page faults in a step of 32 x
-    8 rows. Resident memory then stays at its peak."""
+def hold_memory() -> None:
+    """How memory is held on a CPU, for glibc, PyTorch and oneDNN; before the first tensor and product there. A user's
+    own settings stand."""
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
+    if hasattr(libc, "mallopt"):  # keeps what is freed: handing it back means 100K page faults in a step of 32 x 8 rows
         libc.mallopt(-3, 2 ** 30) or libc.mallopt(-3, 2 ** 25)  # M_MMAP_THRESHOLD; before glibc 2.35 at most 32 MiB
         libc.mallopt(-1, 2 ** 31 - 1)                           # M_TRIM_THRESHOLD
-
-
-def use_huge_pages() -> None:
-    """Makes PyTorch ask Linux for huge pages for tensors of 2 MiB or more: the processor then looks up fewer addresses,
-    which takes a tenth off decoding and a twentieth off an update (dev/BENCH.md). To be called before the first tensor
-    on CPU; a user's own setting stands."""
+    # Huge pages for tensors of 2 MiB or more take a tenth off decoding and a twentieth off an update (dev/BENCH.md).
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
-def keep_few_products() -> None:
-    """Bounds the two caches of prepared products on CPU, PyTorch's and oneDNN's, which otherwise hold 1024 each. One
-    takes a quarter of a megabyte, every shape has its own, and those that stay keep the heap from being used again:
-    resident memory grows by gigabytes. To be called before the first product; a user's own settings stand."""
+    # Prepared products are cached, by default 1024 of a quarter of a megabyte, one for each shape; those that stay keep
+    # the heap from being used again, so that resident memory grows by gigabytes.
     for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
-        os.environ.setdefault(name, str(NUM_PRODUCTS))
+        os.environ.setdefault(name, "64")
 
 
 def process_size() -> dict[str, float | int | None]:
@@ -163,14 +149,12 @@ def process_size() -> dict[str, float | int | None]:
 
 def compute_dtype(device: torch.device) -> torch.dtype:
     """dtype of products and activations: $NANOCHAT_DTYPE, else bfloat16 on GPUs that have it and float32 elsewhere.
-    Refuses float16."""
+    Raises BadInput."""
     name = os.environ.get("NANOCHAT_DTYPE", "")
-    if name in ("float16", "fp16", "half"):
-        raise BadInput(f"NANOCHAT_DTYPE={name}: float16 overflows in training; use bfloat16 or float32")
     names = {"": None, "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16,
              "bf16": torch.bfloat16}
     if name not in names:
-        raise BadInput(f"NANOCHAT_DTYPE={name}: use bfloat16 or float32")
+        raise BadInput(f"NANOCHAT_DTYPE={name}: use bfloat16 or float32; float16 overflows in training")
     default = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     return names[name] or default
 
@@ -192,11 +176,8 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     return tensor
 
 
-def gather_tensor(x: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks joined in rank order, on every rank: x (n, ...), n may differ between ranks, the rest
-    not."""
-    if not dist.is_initialized():
-        return x
+def gather_parts(x: torch.Tensor) -> list[torch.Tensor]:
+    """The x (n, ...) of each rank, on every rank; n may differ between ranks, the rest not."""
     size = torch.tensor([len(x)], device=x.device)
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, size)
@@ -205,7 +186,12 @@ def gather_tensor(x: torch.Tensor) -> torch.Tensor:
     padded[: len(x)] = x
     parts = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(parts, padded)
-    return torch.cat([part[: int(s)] for part, s in zip(parts, sizes, strict=True)])
+    return [part[: int(s)] for part, s in zip(parts, sizes, strict=True)]
+
+
+def gather_tensor(x: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks joined in rank order, on every rank. x as in gather_parts."""
+    return torch.cat(gather_parts(x)) if dist.is_initialized() else x
 
 
 def mean_over_ranks(values: dict[str, list], device) -> dict[str, float | None]:
@@ -223,15 +209,7 @@ def gather_lists(items: list, device) -> list:
     if not dist.is_initialized():
         return items
     mine = torch.frombuffer(bytearray(json.dumps(items).encode()), dtype=torch.uint8).to(device)
-    size = torch.tensor([len(mine)], device=device)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
-    longest = max(int(s) for s in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: len(mine)] = mine
-    parts = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded)
-    return [item for part, s in zip(parts, sizes, strict=True) for item in json.loads(bytes(part[: int(s)].tolist()))]
+    return [item for part in gather_parts(mine) for item in json.loads(bytes(part.tolist()))]
 
 
 def on_all_ranks(make: Callable, device):

@@ -19,8 +19,8 @@ from nanochat.cli import at_least
 from nanochat.common import BadInput
 from nanochat.decode_cache import DecodeCache
 from nanochat.decode_step import DecodeStep
-from nanochat.kernels.ops import (LEAST_ROWS, add_norm, after_attention, before_attention, fuses_layers, linear,
-                                  mix_norm, norm, packed_layer, relu_squared, smear, split_heads, value_gate)
+from nanochat.kernels.layer import LEAST_ROWS, after_attention, before_attention, fuses_layers, packed_layer
+from nanochat.kernels.ops import add_norm, linear, mix_norm, norm, relu_squared, smear, split_heads, value_gate
 
 SMEAR_CHANNELS = 24   # channels of the embedding that the smear gate reads
 VALUE_CHANNELS = 12   # channels of the block input that the value-embedding gate reads

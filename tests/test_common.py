@@ -188,7 +188,7 @@ def test_what_ends_a_script_is_one_line(capsys, tmp_path):
             (interrupted, 130, "stopped by Ctrl-C")):
         assert re.fullmatch(line + "\n", refused(capsys, work, code=code))
     for value, words in (("1e31", "must be from -1e+30 to 1e+30"), ("-1e308", "must be from -1e+30"),
-                         ("inf", "must be a finite number")):
+                         ("inf", "inf: must be from")):
         assert words in refused(capsys, print, [f"--lr={value}"])
 
 

@@ -20,7 +20,7 @@ from nanochat.decode_cache import DecodeCache
 from nanochat.engine import generate, pick, run_prompts
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels import cpu, ops
-from nanochat.kernels.ops import LEAST_ROWS, after_attention, before_attention, packed_layer
+from nanochat.kernels.layer import LEAST_ROWS, after_attention, before_attention, packed_layer
 
 KERNELS = pytest.mark.skipif(cpu.library() is None, reason="no C compiler")
 called = names_of_kernels  # the fixture

@@ -434,6 +434,6 @@ def test_supervised_training_saves_no_weights_that_are_not_finite(base, monkeypa
         return done
     monkeypatch.setattr(chat_sft, "train_step", broken)
     monkeypatch.setattr(chat_sft, "supervised_loss", lambda model, *rest: model.lm_head.weight[1].sum())
-    with pytest.raises(Diverged, match="generator has weights that are not finite"):
+    with pytest.raises(Diverged, match="the model has weights that are not finite"):
         chat_sft.main(parse(chat_sft, flags))
     assert not [name for name in os.listdir(base / "chatsft_checkpoints" / "new") if name.endswith(".pt")]

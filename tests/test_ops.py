@@ -15,8 +15,8 @@ from test_decode_cache import called as names_of_kernels
 
 from nanochat.gpt import rotary
 from nanochat.kernels import cpu, ops
-from nanochat.kernels.ops import (add_norm, after_attention, before_attention, linear, matmul, mix, norm, relu_squared,
-                                  smear, split_heads, transposed)
+from nanochat.kernels.layer import after_attention, before_attention
+from nanochat.kernels.ops import add_norm, linear, matmul, mix, norm, relu_squared, smear, split_heads, transposed
 
 KERNELS = pytest.mark.skipif(cpu.library() is None, reason="no C compiler")
 called = names_of_kernels  # the fixture

@@ -2,10 +2,10 @@
 The CPU kernels of the C files in this folder: compiled by the machine's C compiler when first needed, called by
 address.
 
-Their counterparts in PyTorch stand where they are called from, in ops.py, attention.py, decode_cache.py, linear_*.py
-and engine.py (that of decode_step.py in gpt.py), and serve where there is no compiler, for other dtypes and devices,
-and under NANOCHAT_CPU_KERNELS=0. The compiled library is kept in nanochat/kernels of $XDG_CACHE_HOME or ~/.cache, under
-a name made of all that went into it; where that folder is not ours alone, each process compiles for itself.
+Their counterparts in PyTorch stand where they are called from (that of decode_step.py in gpt.py), and serve where there
+is no compiler, for other dtypes and devices, and under NANOCHAT_CPU_KERNELS=0. The compiled library is kept in
+nanochat/kernels of $XDG_CACHE_HOME or ~/.cache, under a name made of all that went into it; where that folder is not
+ours alone, each process compiles for itself.
 """
 import ctypes
 import functools
@@ -22,7 +22,7 @@ import torch
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 SOURCES = [os.path.join(FOLDER, f"cpu_{name}.c")
-           for name in ("attention", "block", "decode", "decoder", "layer", "loss")]
+           for name in ("attention", "block", "decode", "decoder", "layer", "loss", "tiles")]
 HEADERS = [os.path.join(FOLDER, name) for name in ("cpu.h", "cpu_heads.h", "cpu_product.h", "cpu_tiles.h")]
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ["-O3", NATIVE, "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", "-w"]

@@ -1,7 +1,7 @@
 /* A transformer layer on CPU in fp32, before its attention and after it, and the gradients of both.
  *
  * ROWS tokens at a time go through all operations, so that what lies between two products never leaves the caches.
- * Called from ops.py, where the plain counterparts are. C, the width, and D are multiples of 32. Weights are (out, in).
+ * Called from layer.py, where the plain counterparts are. C, the width, and D are multiples of 32. Weights are (out, in).
  * Gradients of weights are sums over all tokens: each thread adds up those of its share of the tokens.
  */
 #include <string.h>

@@ -17,9 +17,13 @@
 #define DEEP 32
 #define STRIP 32
 #define TILE_SIZE (SIDE * DEEP)
+#define AT_A_TIME 32 /* blocks of DEEP tokens that a weight's gradient takes in at once, */
+#define PANELS 20    /* and panels: together 1.25 MiB of bf16 */
 #define FEW 128 /* rows up to which a panel is not yet in the caches when it is needed */
 
 typedef uint16_t bf16;
+
+static inline long least(long a, long b) { return a < b ? a : b; }
 
 static inline float widen(bf16 x)
 {
@@ -262,4 +266,36 @@ static void product_tiles(float *c, long ldc, const bf16 *a, long stride, const 
 {
     for (long j = 0; j < n; j += STRIP)
         strip(c + j, ldc, a, stride, panels + j * k, m, k, add);
+}
+
+/* The two operands of a^T @ b over N tokens, as they are met: blocks of DEEP tokens of each. left (n / SIDE, blocks)
+ * tiles of a^T, right: panels of b. */
+static void put_left(bf16 *left, const bf16 *rows, long n, long block, long blocks)
+{
+    bf16 zipped[2 * TILE_SIZE];
+    for (long j = 0; j < n; j += STRIP) {
+        for (long i = 0; i < DEEP; i += 2)
+            zip_rows(zipped + i * SIDE, rows + i * n + j, rows + (i + 1) * n + j, 0);
+        for (int half = 0; half < 2; half++)
+            turn_tile(left + ((j / SIDE + half) * blocks + block) * TILE_SIZE, zipped + half * TILE_SIZE, DEEP, 1);
+    }
+}
+
+/* grad (n, k) = or += a^T @ b. To be called by all threads of a team. */
+static void weight_gradient(float *grad, const bf16 *left, const bf16 *right, long n, long k, long blocks, int add)
+{
+    if (!blocks && !add) {
+#pragma omp single
+        memset(grad, 0, n * k * sizeof(float));
+    }
+    for (long from = 0; from < blocks; from += AT_A_TIME)
+        for (long begin = 0; begin < k; begin += PANELS * STRIP) {
+            long deep = least(AT_A_TIME, blocks - from), end = least(k, begin + PANELS * STRIP);
+#pragma omp for schedule(dynamic)
+            for (long i = 0; i < n; i += 2 * SIDE)
+                for (long j = begin; j < end; j += STRIP)
+                    multiply(2, grad + i * k + j, k, left + (i / SIDE * blocks + from) * TILE_SIZE, blocks * TILE_SIZE,
+                             TILE_SIZE, DEEP, right + j * blocks * DEEP + from * DEEP * STRIP, deep * DEEP,
+                             add || from > 0, right, 0);
+        }
 }

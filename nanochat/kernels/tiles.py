@@ -25,7 +25,7 @@ def has_tiles() -> bool:
 
 @functools.cache
 def asked_for_tiles() -> int:
-    """What has_tiles of cpu_decoder.c says: -1 where the kernels have tiles and Linux does not grant them. It is asked
+    """What has_tiles of cpu_tiles.c says: -1 where the kernels have tiles and Linux does not grant them. It is asked
     before threads start."""
     return -1 if cpu.library() is None else cpu.library().has_tiles(1)
 

@@ -184,7 +184,7 @@ def head_rounded(config: Config) -> int:
 
 
 def fuses(config: Config, setting: Setting) -> bool:
-    """Whether CPU kernels draw tokens, and run a GPT's layers (ops.before_attention, after_attention)."""
+    """Whether CPU kernels draw tokens, and run a GPT's layers (layer.before_attention, after_attention)."""
     is_wide = setting.dtype == torch.float32 or is_narrow(config, setting)
     return setting.device_type == "cpu" and is_wide and cpu.library() is not None
 
