@@ -94,56 +94,51 @@ def read_baselines(path: str) -> dict[str, float]:
 
 def read_task(folder: str, path: str, index: int, entry, baselines: dict[str, float]) -> CoreTask:
     """Entry `index` of the list in core.yaml at `path`, with its examples. Raises BadInput."""
-    for key in ("label", "icl_task_type", "dataset_uri", "num_fewshot"):
-        if not isinstance(entry, dict) or key not in entry:
-            raise BadInput(f"{path}: task {index} has no {key}")
-    label, kind, shots, delimiter = (entry["label"], entry["icl_task_type"], entry["num_fewshot"],
-                                     entry.get("continuation_delimiter", " "))
-    if not all(isinstance(x, str) for x in (label, entry["dataset_uri"], delimiter)):
-        raise BadInput(f"{path}: task {index}: label, dataset_uri and continuation_delimiter must be text")
+    try:
+        label, kind, uri, (shots, *_) = (entry[key] for key in ("label", "icl_task_type", "dataset_uri", "num_fewshot"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"{path}: task {index} is not one: {error}") from None
+    delimiter = entry.get("continuation_delimiter", " ")
+    if not all(isinstance(x, str) for x in (label, uri, delimiter)) or type(shots) is not int or shots < 0:
+        raise BadInput(f"{path}: task {index}: label, dataset_uri and continuation_delimiter must be text, num_fewshot "
+                       f"a list that starts with a number")
     if kind not in list(KINDS):
         raise BadInput(f"{path}: {label}: unknown icl_task_type {kind!r}, known are {', '.join(KINDS)}")
-    if not isinstance(shots, list) or not shots or type(shots[0]) is not int or shots[0] < 0:
-        raise BadInput(f"{path}: {label}: num_fewshot must be a list that starts with a number")
     if not 0 <= baselines.get(label, -1) < 100:
         raise BadInput(f"{os.path.join(folder, 'eval_meta_data.csv')}: "
                        f"no random baseline from 0 to below 100 for {label}")
-    data = os.path.join(folder, "eval_data", entry["dataset_uri"])
-    task = CoreTask(label, kind, read_items(data, kind), shots[0], delimiter, baselines[label])
+    data = os.path.join(folder, "eval_data", uri)
+    task = CoreTask(label, kind, read_items(data, kind), shots, delimiter, baselines[label])
     if len(task.items) <= task.num_fewshot:
         raise BadInput(f"{data}: {len(task.items)} examples, {label} needs more than its {task.num_fewshot} shots")
     return task
 
 
 def read_items(path: str, kind: str) -> list[dict]:
-    """The examples of a jsonl file, one a line."""
+    """The examples of a jsonl file, one a line. Raises BadInput."""
     items = []
     for number, line in enumerate(read_text(path).removesuffix("\n").split("\n"), 1):
         try:
-            item = json.loads(line)
-        except (ValueError, RecursionError):
-            raise BadInput(f"{path}: line {number} is not json") from None
-        fault = fault_of(item, kind)
-        if fault:
-            raise BadInput(f"{path}: line {number}: {fault}")
-        items.append(item)
+            items.append(json.loads(line))
+            check_item(items[-1], kind)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise BadInput(f"{path}: line {number} is no example: {error}") from None
     return items
 
 
-def fault_of(item, kind: str) -> str | None:
-    """What is wrong with an example, if anything."""
+def check_item(item: dict, kind: str) -> None:
+    """Raises KeyError, TypeError or ValueError for what is no example of this kind."""
     texts, options = KINDS[kind]
     is_text = lambda value: isinstance(value, (str, int, float))  # a number is rendered as it prints
     for key in texts:
-        if not isinstance(item, dict) or not is_text(item.get(key)):
-            return f"no text {key!r}"
+        if not is_text(item[key]):
+            raise ValueError(f"{key!r} is no text")
     if options is None:
-        return None
-    if not isinstance(item.get(options), list) or not item[options] or not all(map(is_text, item[options])):
-        return f"no list of texts {options!r}"
-    if type(item.get("gold")) is not int or not 0 <= item["gold"] < len(item[options]):
-        return f"'gold' is not the index of one of {len(item[options])} {options}"
-    return None
+        return
+    if not isinstance(item[options], list) or not item[options] or not all(map(is_text, item[options])):
+        raise ValueError(f"{options!r} is no list of texts")
+    if type(item["gold"]) is not int or not 0 <= item["gold"] < len(item[options]):
+        raise ValueError(f"'gold' is not the index of one of {len(item[options])} {options}")
 
 
 # Prompts

@@ -12,17 +12,35 @@ from nanochat.kernels.ops import Heads
 from nanochat.kernels.tiles import rounded
 
 
-class DecodeStep:
-    """Of a model that samples (Block.packed) into a cache, for as long as it does: its weights do not change.
+class Step:
+    """Of a model that samples (Block.packed, tiles.Layer) into a cache, for as long as it does: its weights do not
+    change. cos_sin: of positions from 0 on, as many as the cache has room for, two of (1, positions, 1, D/2). What the
+    kernel reads has addresses alone: `kept` holds it.
 
-    cos_sin: of positions from 0 on, as many as the cache has room for, two of (1, positions, 1, D/2). qk_scale: on
-    queries and keys after their norm. The cache holds the step, so the step must not hold the cache: its memory would
-    wait for the garbage collector.
+    The cache holds the step, so the step must not hold the cache: its memory would wait for the garbage collector.
     """
+    window = 0  # where each layer has its own
+
+    def __call__(self, cache: DecodeCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """ids (below the vocabulary), positions (n, 1) int64 -> (n, 1, C): hidden states of these tokens, after the
+        final norm. cache: the one that this was made for."""
+        n = len(ids)
+        assert ids.shape == positions.shape == (n, 1) and n == len(cache.places)
+        assert ids.dtype == positions.dtype == torch.long and cache.k[0].data_ptr() == self.layers[0].k
+        out, spec = torch.empty(n, 1, self.trunk.C), cache.spec(0, self.window, self.heads.Hq // self.heads.Hkv)
+        self.heads.U = n
+        cpu.call(self.kernel, ctypes.byref(self.heads), ctypes.byref(self.trunk), self.layers, ctypes.byref(spec),
+                 ids.contiguous(), positions.contiguous(), self.work, out)
+        return out
+
+
+class DecodeStep(Step):
+    """Of a GPT. qk_scale: on queries and keys after their norm."""
+    kernel = "decode_trunk"
 
     def __init__(self, model, cache: DecodeCache, cos_sin: tuple[torch.Tensor, torch.Tensor], qk_scale: float):
         config, self.ready = model.config, model.blocks[0].packed(torch.float32)
-        self.kept = []  # what the kernel reads, which has addresses alone
+        self.kept = []
 
         def read(*tensors: torch.Tensor) -> list[int]:
             self.kept += [x.detach().float().contiguous() for x in tensors]
@@ -47,25 +65,14 @@ class DecodeStep:
                            torch.finfo(torch.float32).eps)
         self.work = torch.empty(len(cache.slots), numbers_per_row(config, F))
 
-    def __call__(self, cache: DecodeCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """ids (below the vocabulary), positions (n, 1) int64 -> (n, 1, C): hidden states of these tokens, after the
-        final norm. cache: the one that this was made for."""
-        n = len(ids)
-        assert ids.shape == positions.shape == (n, 1) and n == len(cache.places)
-        assert ids.dtype == positions.dtype == torch.long and cache.k[0].data_ptr() == self.layers[0].k
-        out, spec = torch.empty(n, 1, self.trunk.C), cache.spec(0, 0, self.heads.Hq // self.heads.Hkv)
-        self.heads.U = n
-        cpu.call("decode_trunk", ctypes.byref(self.heads), ctypes.byref(self.trunk), self.layers, ctypes.byref(spec),
-                 ids.contiguous(), positions.contiguous(), self.work, out)
-        return out
 
-
-class DecoderStep:
-    """The same of an imported model whose products are in bf16 (hf.decoder.Decoder, tiles.Layer)."""
+class DecoderStep(Step):
+    """Of an imported model whose products are in bf16 (hf.decoder.Decoder)."""
+    kernel = "decode_decoder"
 
     def __init__(self, model, cache: DecodeCache, cos_sin: tuple[torch.Tensor, torch.Tensor]):
         config, table = model.config, model.model.embed_tokens.weight.detach()
-        self.kept = [table]  # what the kernel reads, which has addresses alone
+        self.kept, self.window = [table], cache.num_columns  # all of it
 
         def read(*tensors: torch.Tensor | None) -> list[int | None]:
             self.kept += tensors
@@ -85,18 +92,6 @@ class DecoderStep:
                                    config.intermediate_size)
         self.heads = Heads(0, 1, 1, heads, config.n_kv_head, config.head_dim, 1.0, config.norm_eps)
         self.work = torch.empty(len(cache.slots), decoder_numbers_per_row(config))
-
-    def __call__(self, cache: DecodeCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """As DecodeStep's."""
-        n = len(ids)
-        assert ids.shape == positions.shape == (n, 1) and n == len(cache.places)
-        assert ids.dtype == positions.dtype == torch.long and cache.k[0].data_ptr() == self.layers[0].k
-        out, window = torch.empty(n, 1, self.trunk.C), cache.num_columns  # all of it
-        spec = cache.spec(0, window, self.heads.Hq // self.heads.Hkv)
-        self.heads.U = n
-        cpu.call("decode_decoder", ctypes.byref(self.heads), ctypes.byref(self.trunk), self.layers, ctypes.byref(spec),
-                 ids.contiguous(), positions.contiguous(), self.work, out)
-        return out
 
 
 def numbers_per_row(config, F: int) -> int:

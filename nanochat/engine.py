@@ -31,7 +31,6 @@ NO_TOKEN = -1          # where a row has no token yet
 LEAST_TEMPERATURE = 1e-6  # fp32 logits divided by less lose their last digits, and become infinite at last
 BLOCK = 64             # columns of the vocabulary that `pick` sums before it looks closer
 
-
 # rows, the tokens they just got -> row: the token it must get next
 Tool = Callable[[list[int], list[int]], dict[int, int]]
 
@@ -161,8 +160,8 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
     keys: one int64 per row (P * num_samples), see `row_key`. max_rows and max_cached_tokens bound the rows that decode
     together (slots.num_places). When should_stop() turns true the call returns at once with unfinished rows, for the
     caller to throw away. tool: told the tokens that rows got, one after the other, it says which token they must get
-    next (calculator.Calculator). Raises BadInput for an empty prompt, for one that does not fit the context with its
-    completion, for less than one new token, and for a temperature that is neither 0 nor at least LEAST_TEMPERATURE.
+    next (calculator.Calculator). Raises BadInput for a prompt that is empty or does not fit the context with its
+    completion, and for numbers that nothing can be drawn with.
     """
     if max_new_tokens < 1:
         raise BadInput(f"max_new_tokens {max_new_tokens}: must be at least 1")
@@ -174,10 +173,9 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
                            f"it must have 1 to {context - max_new_tokens} (context {context})")
     assert len(keys) == len(prompts) * num_samples
     if not keys:
-        none, device = (0, 1), model.lm_head.weight.device
-        return Samples(torch.zeros(none, dtype=torch.long, device=device), torch.zeros(none, device=device),
-                       *(torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.long, torch.bool)),
-                       torch.zeros(none, dtype=torch.bool, device=device) if tool else None)
+        none = lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=model.lm_head.weight.device)
+        return Samples(none((0, 1), torch.long), none((0, 1), torch.float32), none(0, torch.long), none(0, torch.bool),
+                       none((0, 1), torch.bool) if tool else None)
     model = inference_model(model)
     max_rows = num_places(len(prompts), num_samples, max(map(len, prompts)), max_new_tokens, max_rows,
                           max_cached_tokens)
@@ -185,7 +183,8 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
         batch = Decoding(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows,
                          tool)
         batch.run(should_stop)
-        tokens, logprobs, forced = batch.written()
+        tokens, logprobs, forced = (x[: len(keys)] for x in (batch.tokens, batch.logprobs, batch.forced))
+        logprobs = logprobs.masked_fill(forced, 0.0)
     # Copies, made outside of inference mode: ordinary tensors, that training may keep.
     lengths = (tokens != NO_TOKEN).sum(dim=1)
     width = max(int(lengths.max()), 1)
@@ -282,11 +281,6 @@ class Decoding:
         self.drawn[places] = (t + 1).clamp(max=self.capacity)
         ends = (new[:, None] == self.stop_tokens).any(dim=1) | (t == self.max_new_tokens - 1)
         self.row[places] = rows.masked_fill(ends, self.num_rows)
-
-    def written(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """-> tokens (N, T), NO_TOKEN after a row's end; their logprobs, and which of them a tool put there."""
-        tokens, logprobs, forced = (x[: self.num_rows] for x in (self.tokens, self.logprobs, self.forced))
-        return tokens, logprobs.masked_fill(forced, 0.0), forced
 
 
 def size_of_batch(slots: Slots, size: int | None, graphs) -> int:

@@ -91,9 +91,9 @@ def at(x: torch.Tensor, ends: torch.Tensor | None, kept: torch.Tensor | None) ->
 
 
 def attend_all(layer: int, cache: DecodeCache | KVCache | None, q, k, v, mask, prefix: tuple, ends):
-    """Attention of new queries over what came before and over their own keys, which are put into the cache, if there is
-    one. Shapes as attention.attend's; mask: of a DecodeCache the window; prefix: its keys and values, or nothing; ends
-    (B,): one query per row, which stands there, after all keys."""
+    """attention.attend over what came before and over the queries' own keys, which are put into the cache, if there is
+    one. mask: of a DecodeCache the window; prefix: its keys and values, or nothing; ends (B,): one query per row, which
+    stands there, after all keys."""
     if isinstance(cache, DecodeCache):
         return cache.attend(layer, q, k, v, mask)
     if cache is not None:
@@ -124,12 +124,9 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.layer = layer
-        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
-        self.head_dim = config.head_dim
-        self.c_q = Linear(config.n_embd, self.n_head * self.head_dim, bias=False)
-        self.c_k = Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
-        self.c_v = Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
+        self.layer, self.n_head, self.n_kv_head = layer, config.n_head, config.n_kv_head
+        self.c_q = Linear(config.n_embd, config.n_head * config.head_dim, bias=False)
+        self.c_k, self.c_v = (Linear(config.n_embd, config.n_kv_head * config.head_dim, bias=False) for _ in range(2))
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=False)
         if has_value_embedding(layer, config.n_layer):
             self.ve_gate = Linear(VALUE_CHANNELS, self.n_kv_head, bias=False)
@@ -145,9 +142,7 @@ class Attention(nn.Module):
             qkv = linear(x, self.joined_weight().to(x.dtype))
         else:
             qkv = torch.cat([layer(x) for layer in (self.c_q, self.c_k, self.c_v)], dim=-1)
-        gate = None
-        if value_embedding is not None:
-            gate = value_gate(x, self.ve_gate.weight.to(x.dtype))               # (B, T, Hkv)
+        gate = None if value_embedding is None else value_gate(x, self.ve_gate.weight.to(x.dtype))  # (B, T, Hkv)
         return split_heads(qkv, cos_sin, gate, value_embedding, QK_SCALE, units, self.n_head, self.n_kv_head)
 
     def read(self, q, k, v, mask, cache, prefix, ends):
@@ -188,8 +183,8 @@ class Block(nn.Module):
                      for layers in ((attn.c_q, attn.c_k, attn.c_v), (attn.c_proj, mlp.c_fc, mlp.c_proj)))
 
     def packed(self, dtype: torch.dtype) -> tuple | None:
-        """While sampling, the weights as kernels of a layer read them, packed when first asked for. None at other
-        times, and for weights that the kernels do not take."""
+        """While sampling, the weights as kernels of a layer read them, packed when first asked for; else, and for
+        weights that these do not take, None."""
         if self.ready == ():
             self.ready = packed_layer(*self.weights(dtype))
         return self.ready
@@ -328,8 +323,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Random weights for training from scratch. Output projections start at 0, so every block starts as the
-        identity."""
+        """Random weights. Output projections start at 0, so every block starts as the identity."""
         bound = 3 ** 0.5 * self.config.n_embd ** -0.5  # uniform with std 1/sqrt(C)
         for name, p in self.named_parameters():
             if name.endswith(("c_proj.weight", "ve_gate.weight", "smear_gate.weight")):
@@ -372,10 +366,9 @@ class GPT(nn.Module):
         ids (B, T) int64, right-padded rows allowed. positions (B, T) int64: consecutive, from 0 at the start of a row;
         PADDING_POSITION marks padding, which no later token sees. prefix: the cache of U prompts that B/U consecutive
         rows each continue. cache: where keys and values are kept; a second forward into it goes on after its columns.
-        A DecodeCache takes one token of each row in its places. last_only: of prompts run into an empty cache, give the
-        hidden states of the last tokens alone, for which alone the last layer does more than keys and values.
-        kept (M,) int64: the same for these places of the B * T, with or without a cache. -> (B, T, C), (B, 1, C) or
-        (M, C), in compute_dtype.
+        A DecodeCache takes one token of each row in its places. last_only: of prompts run into an empty cache the last
+        tokens alone are asked for, for which alone the last layer does more than keys and values. kept (M,) int64: the
+        same of these places of the B * T, with or without a cache. -> (B, T, C), (B, 1, C) or (M, C), in compute_dtype.
         """
         if isinstance(cache, DecodeCache) and kept is None and self.decodes_in_one(cache, len(ids)):
             if cache.step is None or cache.step.ready is not self.blocks[0].ready:
@@ -390,7 +383,7 @@ class GPT(nn.Module):
                 and self.blocks[0].packed(self.compute_dtype) is not None)
 
     def trunk_after(self, prompt_ids, prompt_positions, ids, positions,
-                    lengths: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+                    lengths: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Hidden states of the last tokens of U prompts, and of the rows that continue them: two passes of `trunk` in
         one.
 
@@ -398,10 +391,8 @@ class GPT(nn.Module):
         row that are asked for, its first ones; what is given of others means nothing. -> (U, 1, C), (B, T, C)
         """
         prefix = KVCache(self.config.n_layer)
-        prompts, rows = run_passes(self.blocks, [
-            self.forward_pass(prompt_ids, prompt_positions, prefix, None, True),
-            self.forward_pass(ids, positions, None, prefix, False, lengths=lengths)])
-        return prompts, rows
+        return run_passes(self.blocks, [self.forward_pass(prompt_ids, prompt_positions, prefix, None, True),
+                                        self.forward_pass(ids, positions, None, prefix, False, lengths=lengths)])
 
     def forward_pass(self, ids, positions, cache, prefix, last_only: bool, kept=None, lengths=None) -> ForwardPass:
         """A pass with trunk's arguments, and trunk_after's lengths, which save nothing here."""
@@ -441,14 +432,14 @@ def config_of(args, vocab_size: int) -> GPTConfig:
     n_embd = args.n_embd or (64 if depth == 1 else -(-64 * depth // 128) * 128)
     n_head = args.n_head or max(1, n_embd // 128)
     n_kv_head = args.n_kv_head or n_head
-    if depth < 1 or n_embd < 24 or n_embd % (2 * n_head) or n_head % n_kv_head:
-        raise BadInput(f"--depth {depth} --n-embd {n_embd} --n-head {n_head} --n-kv-head {n_kv_head}: need depth >= 1, "
-                       f"width >= 24 and a multiple of twice the heads, heads a multiple of the key/value heads")
+    if n_embd < SMEAR_CHANNELS or n_embd % (2 * n_head) or n_head % n_kv_head:
+        raise BadInput(f"--n-embd {n_embd} --n-head {n_head} --n-kv-head {n_kv_head}: need a width >= {SMEAR_CHANNELS} "
+                       f"and a multiple of twice the heads, heads a multiple of the key/value heads")
     return GPTConfig(args.sequence_len, vocab_size, depth, n_head, n_kv_head, n_embd, args.window_pattern)
 
 
 def new_model(config: GPTConfig, seed: int, device, dtype: torch.dtype) -> GPT:
-    """A randomly initialised model for training from scratch."""
+    """A model of random weights, for training from scratch."""
     with torch.device(device):
         model = GPT(config, dtype)
     model.init_weights(torch.Generator(device).manual_seed(seed))

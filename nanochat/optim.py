@@ -9,7 +9,6 @@ import torch.distributed as dist
 from nanochat.common import all_reduce, rank_and_world
 from nanochat.weights import is_sharded
 
-
 BATCH = 2 ** 27  # numbers in matrices that a rank orthogonalises at once, which bounds what a step holds
 
 

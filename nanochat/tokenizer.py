@@ -65,10 +65,7 @@ class Tokenizer:
     @classmethod
     def train(cls, texts: Iterator[str], vocab_size: int) -> "Tokenizer":
         """A tokenizer of `vocab_size` ids, specials included; MIN_VOCAB_SIZE is bytes without merges. Raises BadInput
-        below that."""
-        if vocab_size < MIN_VOCAB_SIZE:
-            raise BadInput(f"--vocab-size {vocab_size}: must be at least {MIN_VOCAB_SIZE} (256 bytes and "
-                           f"{len(SPECIAL_TOKENS)} special tokens)")
+        where the text gives fewer."""
         ranks = {bytes([i]): i for i in range(256)}
         if vocab_size > MIN_VOCAB_SIZE:
             import rustbpe

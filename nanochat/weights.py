@@ -75,19 +75,13 @@ def refresh(model) -> None:
 
 def renewed_copy(model):
     """The copy to sample from, with the model's weights as they are now. A collective for a sharded model."""
-    if "inference_copy" not in model.__dict__:  # not a submodule: state_dict does not see it
-        model.__dict__["inference_copy"] = copy_to_sample_from(model)
-    else:
+    if "inference_copy" in model.__dict__:  # not a submodule: state_dict does not see it
         copy_weights(model.__dict__["inference_copy"], model)
+    else:
+        copied = model.__dict__["inference_copy"] = copy_of(model)
+        if copied.lm_head.weight.is_cuda and hasattr(copied, "join_weights"):
+            copied.join_weights()
     return model.__dict__["inference_copy"]
-
-
-def copy_to_sample_from(model):
-    """A whole copy whose weights lie as sampling wants them. A collective for a sharded model."""
-    copied = copy_of(model)
-    if copied.lm_head.weight.is_cuda and hasattr(copied, "join_weights"):
-        copied.join_weights()
-    return copied
 
 
 def copy_of(model, sharded: bool = False):

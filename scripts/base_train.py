@@ -129,15 +129,6 @@ def apply_rules(args, model, world: int) -> dict:
             "weight_decay": args.weight_decay * lr_factor * reference / tokens}
 
 
-def print_rules(what: str, model, rules: dict, where: str) -> None:
-    num_tokens = rules["num_steps"] * rules["batch"]
-    print0(f"pretraining of {what}: {model.config}, {sum(p.numel() for p in model.parameters()):,} parameters, "
-           f"{rules['weights']:,} in matrices\n"
-           f"{rules['num_steps']} steps of {rules['batch']:,} tokens ({num_tokens / rules['weights']:.1f} per weight), "
-           f"{num_tokens * flops_per_token(model):.2e} FLOPs, learning rates x {rules['lr_factor']:.4f}, "
-           f"weight decay {rules['weight_decay']:.4f}, {where}")
-
-
 def split_sources(args) -> tuple[list[str], list[str]]:
     """Training and validation sources: without --val-data the last of several files is validation. Raises BadInput."""
     if args.val_data or is_hub_name(args.data):
@@ -182,8 +173,7 @@ def print_samples(args, model, tokenizer, sources, num: int = 3) -> None:
 def training_trunk(args, model, device: torch.device):
     """model.trunk, compiled where --compile asks for it: for rows of one length, by as many kernels as there are
     numbers of rows. Evaluation and samples use the model as it is."""
-    wanted = device.type == "cuda" if args.compile is None else args.compile
-    if not wanted:
+    if not (device.type == "cuda" if args.compile is None else args.compile):
         return model.trunk
     register_operator()
     return torch.compile(model.trunk, dynamic=False)
@@ -328,8 +318,12 @@ def prepare(args) -> Pretraining | None:
                                   args.sequence_len + 1), rules)
     if resumed is not None:
         go_on(t, resumed)
-    print_rules(f"{tag} after step {resumed}" if resumed else tag, model, rules,
-                f"{world} x {device}, {model.compute_dtype}")
+    num_tokens = rules["num_steps"] * rules["batch"]
+    print0(f"pretraining of {tag}{f' after step {resumed}' if resumed else ''}: {model.config}, "
+           f"{sum(p.numel() for p in model.parameters()):,} parameters, {rules['weights']:,} in matrices\n"
+           f"{rules['num_steps']} steps of {rules['batch']:,} tokens ({num_tokens / rules['weights']:.1f} per weight), "
+           f"{num_tokens * flops_per_token(model):.2e} FLOPs, learning rates x {rules['lr_factor']:.4f}, weight decay "
+           f"{rules['weight_decay']:.4f}, {world} x {device}, {model.compute_dtype}")
     begin_run(t, device, seen, resumed)
     return t
 

@@ -278,23 +278,17 @@ def load_generator(args, judged: tuple, tokenizer, model, device, dtype, resumed
     return generator
 
 
-def generator_mark(tag: str, step: int | None) -> int:
-    """A number that tells the generator whose solutions a verifier learns to judge from others."""
-    return fingerprint(path_of("sft", tag, f"model_{find_step('sft', tag, step):06d}.pt"))
-
-
 def check_args(args, task, world: int) -> None:
     """Raises BadInput for settings that do not go together."""
-    of_verifier = args.role != "generator"
     if args.verifier_shared_layers and args.role != "verifier":
         raise BadInput(f"--verifier-shared-layers {args.verifier_shared_layers}: is of --role verifier")
     check_demos(args, task)
     check_form(task, args.verifier_form, args.num_judged)
     if args.bare_share and args.verifier_form != "pair":
         raise BadInput(f"--bare-share {args.bare_share}: is of --verifier-form pair")
-    if args.cut_share and not (args.verifier_form == "steps" and of_verifier):
+    if args.cut_share and not (args.verifier_form == "steps" and args.role != "generator"):
         raise BadInput(f"--cut-share {args.cut_share}: is of a verifier's demonstrations, of --verifier-form steps")
-    if args.verifier_form != "steps" and not of_verifier:
+    if args.verifier_form != "steps" and args.role == "generator":
         raise BadInput(f"--verifier-form {args.verifier_form}: is of a verifier's demonstrations, not the generator's")
     if args.shard and world == 1:
         raise BadInput("--shard: there is one rank, so nothing to shard over; start several with torchrun")
@@ -331,7 +325,8 @@ def prepare(args) -> Training | None:
                "--from-stage sft")
     marks = {"files": {path: mark_of(path) for path in args.conversations if os.path.exists(path)},
              "problems": problems_digest(task, tokenizer), "texts": texts_digest(task),
-             "generator": generator_mark(*judged) if judged else None}
+             "generator": fingerprint(path_of("sft", judged[0], f"model_{find_step('sft', *judged):06d}.pt"))
+                          if judged else None}  # which tells it from others
     if resumed is not None and resumed >= args.num_steps:
         print0(f"{path_of('sft', tag)} is finished at step {resumed}")
         return None

@@ -14,7 +14,6 @@ import urllib.request
 from nanochat.cli import check_name
 from nanochat.common import BadInput, CannotWrite, print0
 
-
 HUB_SECONDS = 5.0  # until a hub that does not answer is taken for not there
 STAGE_FOLDERS = {"base": "base_checkpoints", "sft": "chatsft_checkpoints", "rl": "chatrl_checkpoints"}
 
@@ -119,11 +118,11 @@ def read_records(path: str) -> list[tuple[str, dict]]:
         for number, line in enumerate((line for line in f if line.endswith(b"\n")), 1):
             try:
                 found.append((line.decode(), json.loads(line)))
-                is_record = isinstance(found[-1][1]["step"], int)
+                if not isinstance(found[-1][1]["step"], int):
+                    raise ValueError
             except (ValueError, TypeError, KeyError, RecursionError):
-                is_record = False
-            if not is_record:
-                raise BadInput(f"{path}, line {number}: not a json record of a step; mend the line or take it out")
+                raise BadInput(f"{path}, line {number}: not a json record of a step; mend the line or take it "
+                               f"out") from None
     return found
 
 

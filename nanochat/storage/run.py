@@ -30,7 +30,7 @@ MEASURED = ("timing_s/", "tokens_per_s", "peak_memory_gb", "resident_gb", "open_
 
 @dataclass
 class Run:
-    """One run of a script: its device and ranks, its folder, its log, its checkpoints, and the request to stop."""
+    """One run of a script."""
     name: str
     device: torch.device
     rank: int
@@ -162,6 +162,7 @@ def add_keep_arg(parser) -> None:
 
 class AskTensorboard(argparse.Action):
     """A flag without a value. Raises BadInput where event files cannot be written."""
+
     def __call__(self, parser, namespace, *_) -> None:
         summary_writer()
         setattr(namespace, self.dest, True)
