@@ -322,7 +322,7 @@ def test_a_token_is_one_call_and_weights_are_packed_once(monkeypatch, called, na
     out = generate(model_of(), [[1, 2, 3]], len(keys), max_new_tokens=5, stop_tokens=[], keys=keys)
     assert (called.count("pack_weight"), called.count("decode_trunk")) == (6 * layers, 4)
     assert "before_forward" not in called and "decode" not in called
-    assert {"split_heads_forward", "relu_squared_forward"} < set(called)  # the prompt has too few tokens
+    assert {"split_heads", "relu_squared"} < set(called)  # the prompt has too few tokens
     called.clear()
     fewer = generate(model_of(), [[1, 2, 3]], len(keys) - 1, max_new_tokens=5, stop_tokens=[], keys=keys[:-1])
     assert (called.count("decode_trunk"), called.count("decode")) == ((4, 0) if narrow == 128 else (0, 4 * layers))

@@ -30,11 +30,10 @@ POINTERS, LONG, FLOAT = lambda n: [ctypes.c_void_p] * n, [ctypes.c_long], [ctype
 ARGUMENTS = {  # of each kernel, before the number of threads
     "attend_forward": POINTERS(3), "attend_backward": POINTERS(9),
     "decode": POINTERS(2), "decode_trunk": POINTERS(8),
-    "norm_forward": POINTERS(5) + LONG + LONG + FLOAT, "norm_backward": POINTERS(5) + LONG + LONG,
+    "norm_forward": POINTERS(5) + LONG + LONG + FLOAT, "norm_backward": POINTERS(4) + LONG + LONG,
     "mix_forward": POINTERS(5) + LONG, "mix_backward": POINTERS(8) + LONG,
     "smear_forward": POINTERS(6) + LONG * 4, "smear_backward": POINTERS(9) + LONG * 4,
-    "relu_squared_forward": POINTERS(2) + LONG, "relu_squared_backward": POINTERS(3) + LONG,
-    "split_heads_forward": POINTERS(10), "split_heads_backward": POINTERS(14),
+    "relu_squared": POINTERS(2) + LONG, "split_heads": POINTERS(10),
     "pack_weight": POINTERS(2) + LONG * 2, "before_forward": POINTERS(1) + LONG * 2 + POINTERS(16),
     "before_backward": POINTERS(1) + LONG * 2 + POINTERS(26) + LONG,
     "after_forward": POINTERS(9) + LONG * 3 + FLOAT, "after_backward": POINTERS(11) + LONG * 4,

@@ -28,9 +28,9 @@ void norm_forward(const float *x, const float *delta, float *added, float *y, fl
     }
 }
 
-/* grad_x of the above from grad (of y); with also_grad (of x + delta) their sum. */
-void norm_backward(const float *grad, const float *also_grad, const float *y, const float *inverse, float *grad_x,
-                   long rows, long C, long threads)
+/* grad_x of the above from grad (of y). */
+void norm_backward(const float *grad, const float *y, const float *inverse, float *grad_x, long rows, long C,
+                   long threads)
 {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long i = 0; i < rows; i++) {
@@ -38,10 +38,8 @@ void norm_backward(const float *grad, const float *also_grad, const float *y, co
         for (long c = i * C; c < (i + 1) * C; c += L)
             products += load(grad + c) * load(y + c);
         float mean = sum(products) / C;
-        for (long c = i * C; c < (i + 1) * C; c += L) {
-            vec g = (load(grad + c) - load(y + c) * mean) * inverse[i];
-            store(grad_x + c, also_grad ? g + load(also_grad + c) : g);
-        }
+        for (long c = i * C; c < (i + 1) * C; c += L)
+            store(grad_x + c, (load(grad + c) - load(y + c) * mean) * inverse[i]);
     }
 }
 
@@ -127,8 +125,8 @@ void smear_backward(const float *grad, const float *x, const float *first, const
     }
 }
 
-/* y = max(x, 0)^2 of n floats, n a multiple of 32; backward: grad_x = 2 max(x, 0) grad. */
-void relu_squared_forward(const float *x, float *y, long n, long threads)
+/* y = max(x, 0)^2 of n floats, n a multiple of 32. */
+void relu_squared(const float *x, float *y, long n, long threads)
 {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long i = 0; i < n; i += L) {
@@ -137,33 +135,13 @@ void relu_squared_forward(const float *x, float *y, long n, long threads)
     }
 }
 
-void relu_squared_backward(const float *grad, const float *x, float *grad_x, long n, long threads)
-{
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long i = 0; i < n; i += L)
-        store(grad_x + i, 2 * larger((vec){0}, load(x + i)) * load(grad + i));
-}
-
 /* Rows x (U*R*T, (Hq + 2 Hkv) D) -> q, k and v, as split_row has them. */
-void split_heads_forward(const Heads *s, const float *x, const float *cosine, const float *sine,
-                         const float *gate, const float *embedding,
-                         float *q, float *k, float *v, float *factors, long threads)
+void split_heads(const Heads *s, const float *x, const float *cosine, const float *sine, const float *gate,
+                 const float *embedding, float *q, float *k, float *v, float *factors, long threads)
 {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long n = 0; n < s->U * s->R * s->T; n++)
         split_row(s, n, x + n * (s->Hq + 2 * s->Hkv) * s->D, cosine, sine, gate, embedding, q, k, v, factors);
-}
-
-/* The gradients of x, gate and embedding, from those of q, k and v, which lie as these do. */
-void split_heads_backward(const Heads *s, const float *grad_q, const float *grad_k, const float *grad_v,
-                          const float *q, const float *k, const float *factors, const float *cosine, const float *sine,
-                          const float *gate, const float *embedding,
-                          float *grad_x, float *grad_gate, float *grad_embedding, long threads)
-{
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long n = 0; n < s->U * s->R * s->T; n++)
-        split_row_back(s, n, grad_q, grad_k, grad_v, q, k, factors, cosine, sine, gate, embedding,
-                       grad_x + n * (s->Hq + 2 * s->Hkv) * s->D, gate ? grad_gate + n * s->Hkv : NULL, grad_embedding);
 }
 
 /* One number in [0, 1) per key and position, as engine.uniform_noise: the upper 53 bits of splitmix64. */

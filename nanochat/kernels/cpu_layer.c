@@ -81,7 +81,7 @@ void pack_weight(const float *w, float *panels, long n, long k, long threads)
         pack_transposed(panels + j * k, w + j * k, PANEL, k);
 }
 
-/* mixed = a x + b x0; queries, keys and values of its norm, as split_heads_forward makes them; where there is an
+/* mixed = a x + b x0; queries, keys and values of its norm, as split_heads makes them; where there is an
  * embedding, values gain gate * embedding, gate = 3 sigmoid(the first `channels` of the norm @ w_gate^T).
  * x, x0, mixed (N, C); weights: panels of queries, keys and values ((Hq + 2 Hkv) D, C); w_gate (Hkv, channels);
  * inverse (N): 1 / rms. */

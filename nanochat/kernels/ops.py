@@ -2,9 +2,9 @@
 The operations of a transformer block.
 
 On CPU, passes over memory take half of a training step: there one kernel of kernels/cpu_block.c makes what are many
-passes in PyTorch, with backward passes written by hand. On CUDA, decoding is bound by launches: there, without
-gradients, one Triton kernel of kernels/block.py makes what are several launches. Each function has a plain counterpart,
-which other devices and dtypes and training on CUDA run, and tests compare with.
+passes in PyTorch, with backward passes written by hand where training does not run whole layers (layer.py). On CUDA,
+decoding is bound by launches: there, without gradients, one Triton kernel of kernels/block.py makes what are several
+launches. Each function has a plain counterpart, which runs everywhere else, and which tests compare with.
 """
 import ctypes
 import functools
@@ -77,6 +77,11 @@ def takes_block(x: torch.Tensor) -> bool:
     return not torch.is_grad_enabled() and takes_triton(x)
 
 
+def takes_without_gradient(x: torch.Tensor) -> bool:
+    """Whether this tensor is one for kernels on CPU that have no backward pass."""
+    return not torch.is_grad_enabled() and cpu.takes(x)
+
+
 def norm(x: torch.Tensor, weight: torch.Tensor | None = None, epsilon: float | None = None) -> torch.Tensor:
     """RMSNorm over the last dimension, times weight (C,) of the same dtype if given. x (..., C)."""
     if takes_block(x):
@@ -92,8 +97,8 @@ def add_norm(x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor | None =
     assert x.shape == delta.shape and x.dtype == delta.dtype
     if takes_block(x):
         return block.norm(x, delta, weight=weight, epsilon=epsilon)
-    if weight is None and epsilon is None and cpu.takes(x):
-        return run(_AddNorm, x, delta)
+    if weight is None and epsilon is None and takes_without_gradient(x):
+        return _norm_forward(x.contiguous(), delta.contiguous())[:2]
     x = x + delta
     return x, norm(x, weight, epsilon)
 
@@ -112,7 +117,12 @@ def relu_squared(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0)^2."""
     if takes_block(x):
         return block.relu_squared(x)
-    return run(_ReluSquared, x) if cpu.takes(x) else F.relu(x).square()
+    if not takes_without_gradient(x):
+        return F.relu(x).square()
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    cpu.call("relu_squared", x, y, x.numel())
+    return y
 
 
 def swiglu(gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -172,8 +182,11 @@ def split_heads(qkv: torch.Tensor, cos_sin, gate, embedding, scale: float, units
     if takes_block(qkv):
         return block.split_heads(*qkv.split([heads * D, kv_heads * D, kv_heads * D], dim=-1), *cos_sin, units, kv_heads,
                                  scale=scale, norm="after", gate=gate, embedding=embedding)
-    if cpu.takes(qkv) and D % cpu.MULTIPLE == 0:
-        q, k, v = run(_SplitHeads, qkv, *cos_sin, gate, embedding, scale, units, heads, kv_heads)
+    if takes_without_gradient(qkv) and D % cpu.MULTIPLE == 0:
+        q, k = qkv.new_empty(B, T, heads, D), qkv.new_empty(units, kv_heads, B // units, T, D)
+        v, factors = torch.empty_like(k), qkv.new_empty(B, T, heads + kv_heads)
+        shape = Heads(units, B // units, T, heads, kv_heads, D, scale, torch.finfo(qkv.dtype).eps)
+        cpu.call("split_heads", ctypes.byref(shape), *contiguous(qkv, *cos_sin, gate, embedding), q, k, v, factors)
         return to_units(q, units, kv_heads), k, v
     q, k, v = (x.view(B, T, -1, D) for x in qkv.split([heads * D, kv_heads * D, kv_heads * D], dim=-1))
     if gate is not None:
@@ -209,12 +222,6 @@ def _norm_forward(x, delta):
     return added, y, inverse
 
 
-def _norm_backward(grad, also_grad, y, inverse):
-    grad, grad_x = grad.contiguous(), torch.empty_like(y)
-    cpu.call("norm_backward", grad, also_grad, y, inverse, grad_x, len(inverse), y.shape[-1])
-    return grad_x
-
-
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -225,38 +232,9 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return _norm_backward(grad, None, *ctx.saved_tensors)
-
-
-class _AddNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, delta):
-        added, y, inverse = _norm_forward(x.contiguous(), delta.contiguous())
-        ctx.save_for_backward(y, inverse)
-        return added, y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_added, grad):
-        grad_x = _norm_backward(grad, grad_added.contiguous(), *ctx.saved_tensors)
-        return grad_x, grad_x
-
-
-class _ReluSquared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        cpu.call("relu_squared_forward", x, y, x.numel())
-        ctx.save_for_backward(x)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, = ctx.saved_tensors
-        grad, grad_x = grad.contiguous(), torch.empty_like(x)
-        cpu.call("relu_squared_backward", grad, x, grad_x, x.numel())
+        y, inverse = ctx.saved_tensors
+        grad, grad_x = grad.contiguous(), torch.empty_like(y)
+        cpu.call("norm_backward", grad, y, inverse, grad_x, len(inverse), y.shape[-1])
         return grad_x
 
 
@@ -304,34 +282,6 @@ class Heads(ctypes.Structure):
     """`Heads` of cpu_heads.h."""
     _fields_ = ([(name, ctypes.c_long) for name in ("U", "R", "T", "Hq", "Hkv", "D")]
                 + [("scale", ctypes.c_float), ("epsilon", ctypes.c_float)])
-
-
-class _SplitHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, qkv, cos, sin, gate, embedding, scale, units, heads, kv_heads):
-        B, T, width = qkv.shape
-        D, R = width // (heads + 2 * kv_heads), B // units
-        qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
-        if gate is not None:
-            gate, embedding = gate.contiguous(), embedding.contiguous()
-        q, k = qkv.new_empty(B, T, heads, D), qkv.new_empty(units, kv_heads, R, T, D)
-        v, factors = torch.empty_like(k), qkv.new_empty(B, T, heads + kv_heads)
-        shape = Heads(units, R, T, heads, kv_heads, D, scale, torch.finfo(qkv.dtype).eps)
-        cpu.call("split_heads_forward", ctypes.byref(shape), qkv, cos, sin, gate, embedding, q, k, v, factors)
-        ctx.save_for_backward(q, k, factors, cos, sin, gate, embedding)
-        ctx.shape, ctx.width = shape, width
-        return q, k, v
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_q, grad_k, grad_v):
-        q, k, factors, cos, sin, gate, embedding = ctx.saved_tensors
-        grad_qkv = q.new_empty(*q.shape[:2], ctx.width)
-        grad_gate, grad_embedding = ((None, None) if gate is None
-                                     else (torch.empty_like(gate), torch.empty_like(embedding)))
-        cpu.call("split_heads_backward", ctypes.byref(ctx.shape), *(x.contiguous() for x in (grad_q, grad_k, grad_v)),
-                 q, k, factors, cos, sin, gate, embedding, grad_qkv, grad_gate, grad_embedding)
-        return grad_qkv, None, None, grad_gate, grad_embedding, None, None, None, None
 
 
 def contiguous(*tensors):
