@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from nanochat.common import BadInput, all_reduce, wide_dtype
 from nanochat.engine import pad_prompts
+from nanochat.storage.files import read_text
 
 # Per kind of task, the fields of an example that are text, and the one that is a list of options, with the index of the
 # right one in "gold".
@@ -49,65 +50,38 @@ def load_core(folder: str) -> list[CoreTask]:
     """The tasks of folder/core.yaml in its order, with folder/eval_data and folder/eval_meta_data.csv. Raises BadInput
     for anything malformed."""
     import yaml
-    path = os.path.join(folder, "core.yaml")
+    path, baselines = os.path.join(folder, "core.yaml"), read_baselines(os.path.join(folder, "eval_meta_data.csv"))
     try:
-        config = yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
-        raise BadInput(f"{path} is not yaml: {' '.join(str(error).split())}") from None
-    entries = config.get("icl_tasks") if isinstance(config, dict) else None
-    if not isinstance(entries, list) or not entries:
-        raise BadInput(f"{path}: no list icl_tasks")
-    baselines = read_baselines(os.path.join(folder, "eval_meta_data.csv"))
-    tasks = [read_task(folder, path, i, entry, baselines) for i, entry in enumerate(entries)]
-    labels = [task.label for task in tasks]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise BadInput(f"{path}: two tasks are labelled {label}")
+        tasks = [read_task(folder, entry, baselines) for entry in yaml.safe_load(read_text(path))["icl_tasks"]]
+        if not tasks or len({task.label for task in tasks}) < len(tasks):
+            raise ValueError("icl_tasks are none, or two of them have one label")
+    except BadInput:  # of another file
+        raise
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"{path}: {' '.join(str(error).split())}") from None
     return tasks
-
-
-def read_text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as f:
-            return f.read()
-    except OSError as error:
-        raise BadInput(f"cannot read {path} ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise BadInput(f"{path} is not UTF-8") from None
 
 
 def read_baselines(path: str) -> dict[str, float]:
     """Accuracy in percent of a guesser, by task label. Rows of tasks without one are left out."""
     rows = csv.DictReader(io.StringIO(read_text(path)))
-    for column in ("Eval Task", "Random baseline"):
-        if column not in (rows.fieldnames or []):
-            raise BadInput(f"{path}: no column {column!r}")
-    baselines = {}
-    for row in rows:
-        try:
-            baselines[row["Eval Task"]] = float(row["Random baseline"] or "nan")
-        except ValueError:
-            raise BadInput(f"{path}: line {rows.line_num}: baseline {row['Random baseline']!r} is not a "
-                           f"number") from None
-    return baselines
-
-
-def read_task(folder: str, path: str, index: int, entry, baselines: dict[str, float]) -> CoreTask:
-    """Entry `index` of the list in core.yaml at `path`, with its examples. Raises BadInput."""
     try:
-        label, kind, uri, (shots, *_) = (entry[key] for key in ("label", "icl_task_type", "dataset_uri", "num_fewshot"))
+        return {row["Eval Task"]: float(row["Random baseline"] or "nan") for row in rows}
     except (KeyError, TypeError, ValueError) as error:
-        raise BadInput(f"{path}: task {index} is not one: {error}") from None
+        raise BadInput(f"{path}: line {rows.line_num}: no Eval Task with a Random baseline: {error}") from None
+
+
+def read_task(folder: str, entry: dict, baselines: dict[str, float]) -> CoreTask:
+    """An entry of the list in core.yaml, with its examples. Raises KeyError, TypeError or ValueError, of its examples
+    BadInput."""
+    label, kind, (shots, *_) = entry["label"], entry["icl_task_type"], entry["num_fewshot"]
     delimiter = entry.get("continuation_delimiter", " ")
-    if not all(isinstance(x, str) for x in (label, uri, delimiter)) or type(shots) is not int or shots < 0:
-        raise BadInput(f"{path}: task {index}: label, dataset_uri and continuation_delimiter must be text, num_fewshot "
-                       f"a list that starts with a number")
-    if kind not in list(KINDS):
-        raise BadInput(f"{path}: {label}: unknown icl_task_type {kind!r}, known are {', '.join(KINDS)}")
+    if kind not in list(KINDS) or type(shots) is not int or shots < 0 or not isinstance(delimiter, str):
+        raise ValueError(f"{label}: icl_task_type must be one of {', '.join(KINDS)}, num_fewshot a list that starts "
+                         f"with a number, continuation_delimiter a text")
     if not 0 <= baselines.get(label, -1) < 100:
-        raise BadInput(f"{os.path.join(folder, 'eval_meta_data.csv')}: "
-                       f"no random baseline from 0 to below 100 for {label}")
-    data = os.path.join(folder, "eval_data", uri)
+        raise ValueError(f"{label}: eval_meta_data.csv has no random baseline from 0 to below 100 for it")
+    data = os.path.join(folder, "eval_data", entry["dataset_uri"])
     task = CoreTask(label, kind, read_items(data, kind), shots, delimiter, baselines[label])
     if len(task.items) <= task.num_fewshot:
         raise BadInput(f"{data}: {len(task.items)} examples, {label} needs more than its {task.num_fewshot} shots")

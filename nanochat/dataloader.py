@@ -6,6 +6,7 @@ Every row begins with bos. Documents longer than a row are cut into rows; the ot
 none fits, the longest is cut and its rest begins with bos as a document of its own: no token is lost, and no row is
 padded.
 """
+import contextlib
 import glob
 import os
 import random
@@ -80,10 +81,15 @@ def is_hub_name(sources: list[str]) -> bool:
     return len(sources) == 1 and not glob.glob(sources[0]) and HUB_NAME.fullmatch(sources[0]) is not None
 
 
-def begins_long(path: str) -> bool:
-    """Whether the first line of a file takes long to read."""
-    with open(path, "rb") as f:
-        return len(f.readline(LONG)) == LONG
+@contextlib.contextmanager
+def reading(sources: list[str], where: str = ""):
+    """Around what `datasets` does: it raises many types for files that are damaged and names that are not there. Raises
+    BadInput."""
+    try:
+        yield
+    except Exception as error:
+        raise BadInput(f"{', '.join(sources)}: cannot be read{where}: "
+                       f"{' '.join(str(error).split())[:200] or type(error).__name__}") from None
 
 
 def open_rows(sources: list[str]):
@@ -92,9 +98,11 @@ def open_rows(sources: list[str]):
     files = [] if is_hub_name(sources) else find_files(sources)
     for name in files:
         check_data_file(name)
-        if name.endswith(".jsonl") and begins_long(name):
-            print0(f"{name}: reading a line of {LONG:,} bytes or more, which takes a while")
-    try:
+        if name.endswith(".jsonl"):
+            with open(name, "rb") as f:
+                if len(f.readline(LONG)) == LONG:
+                    print0(f"{name}: reading a line of {LONG:,} bytes or more, which takes a while")
+    with reading(sources):
         if files:
             kind = FORMATS[os.path.splitext(files[0])[1]]
             options = {"sample_by": "document"} if kind == "text" else {}
@@ -105,9 +113,6 @@ def open_rows(sources: list[str]):
             name, split = HUB_NAME.fullmatch(sources[0]).groups()
             rows = datasets.load_dataset(name, split=split or "train", streaming=True)
         columns = rows.column_names or list(next(iter(rows)))
-    except Exception as error:  # datasets raises many types for files that are damaged and names that are not there
-        raise BadInput(f"{', '.join(sources)}: cannot be read: "
-                       f"{' '.join(str(error).split())[:200] or type(error).__name__}") from None
     if "text" not in columns:
         raise BadInput(f"{', '.join(sources)}: has no column 'text', but {', '.join(columns)}")
     return rows.select_columns(["text"])
@@ -142,11 +147,8 @@ class Documents:
             self.rows = self._open()
 
     def _next(self, rows, i: int) -> dict | None:
-        try:
+        with reading(self.sources, f" after row {i}"):
             return next(rows, None)
-        except Exception as error:  # as above: damage after the first rows shows here
-            raise BadInput(f"{', '.join(self.sources)}: cannot be read after row {i}: "
-                           f"{' '.join(str(error).split())[:200]}") from None
 
     def __iter__(self) -> Iterator[str]:
         return self.iterator

@@ -16,7 +16,7 @@ from nanochat.cli import script_main
 from nanochat.common import BadInput, print0
 from nanochat.dataloader import tell_long
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
-from nanochat.storage.files import path_of
+from nanochat.storage.files import path_of, read_text
 from nanochat.tokenizer import Tokenizer
 
 SAMPLES = {
@@ -51,20 +51,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--compare", default="gpt2,cl100k_base",
                         help="tiktoken encodings, separated by commas; '' = none")
     return parser
-
-
-def read_text(path: str) -> str:
-    """The text of a file, line ends as they are. Raises BadInput when it cannot be read, is not UTF-8 or is empty."""
-    try:
-        with open(path, encoding="utf-8", newline="") as f:
-            text = f.read()
-    except OSError as error:
-        raise BadInput(f"--data {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise BadInput(f"--data {path}: not UTF-8 at byte {error.start}") from None
-    if not text:
-        raise BadInput(f"--data {path}: is empty")
-    return text
 
 
 def local_encoding(name: str) -> tiktoken.Encoding | None:
@@ -125,6 +111,8 @@ def tokens_per_second(encode: Callable, texts: list[str], at_least: float = 0.1)
 def main(args) -> None:
     tokenizer = load_tokenizer(path_of("tokenizer"))
     texts = {path: read_text(path) for path in args.data} or SAMPLES
+    if empty := [path for path, text in texts.items() if not text]:
+        raise BadInput(f"--data {empty[0]}: is empty")
     encoders = {"ours": tokenizer.encode}
     for name in filter(None, args.compare.split(",")):
         encoding = local_encoding(name)

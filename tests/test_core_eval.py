@@ -275,34 +275,32 @@ def entry(text: str) -> str:
 GOOD_LINE = '{"query": "q", "choices": ["a", "b"], "gold": 0}\n'
 MALFORMED = {  # a file of the folder -> contents, None where it is absent, and what the line says
     "yaml": [
-        (None, "cannot read .*core.yaml"), ("a: [\n1", "core.yaml is not yaml"),
-        ("- 1", "core.yaml: no list icl_tasks"), ("", "no list icl_tasks"), ("icl_tasks: []", "no list icl_tasks"),
-        (b"\xff", "core.yaml is not UTF-8"), ("icl_tasks: [1]", "task 0 has no label"),
-        (entry("label: text"), "task 0 has no icl_task_type"),
-        (YAML.replace("schema, icl", "text, icl"), "two tasks are labelled text"),
-        (YAML.replace("dataset_uri: schema.jsonl", "dataset_uri: 3"),
-         "task 1: label, dataset_uri and continuation_delimiter must be text"),
-        (YAML.replace("type: schema", "type: sums"),
-         "schema: unknown icl_task_type 'sums', known are multiple_choice, schema, language_modeling"),
-        (YAML.replace("type: schema", "type: [1]"), "schema: unknown icl_task_type"),
-        *((YAML.replace("[1]", shots), "text: num_fewshot") for shots in ("1", "[-1]", "[]", "[true]"))],
+        (None, "cannot read .*core.yaml"), ("a: [\n1", "core.yaml: while parsing"), ("- 1", "core.yaml: "),
+        ("", "core.yaml: "), ("icl_tasks: []", "core.yaml: icl_tasks are none"), (b"\xff", "core.yaml: not UTF-8"),
+        ("icl_tasks: [1]", "core.yaml: "), (entry("label: text"), "core.yaml: 'icl_task_type'"),
+        (YAML.replace("schema, icl", "text, icl"), "core.yaml: .* two of them have one label"),
+        (YAML.replace("dataset_uri: schema.jsonl", "dataset_uri: 3"), "core.yaml: "),
+        (YAML.replace('"\\nAnswer: "', "3"), "core.yaml: choice: .* continuation_delimiter a text"),
+        *((YAML.replace("type: schema", f"type: {kind}"), "core.yaml: schema: icl_task_type must be one of multiple_ch")
+          for kind in ("sums", "[1]")),
+        *((YAML.replace("[1]", shots), "core.yaml: ") for shots in ("1", "[-1]", "[]", "[true]"))],
     "csv": [
-        (None, "cannot read .*eval_meta_data.csv"), ("", "no column 'Eval Task'"),
-        ("Eval Task,b\n", "no column 'Random baseline'"), (CSV.replace("50", "100"), "no random baseline"),
-        (CSV.replace("50", "half"), "csv: line 4: baseline 'half' is not a number"),
-        (CSV.replace("50", ""), "no random baseline .* schema"),
-        (CSV.replace("text,z,0\n", ""), "csv: no random baseline .* text")],
+        (None, "cannot read .*eval_meta_data.csv"), ("", "choice: eval_meta_data.csv has no random baseline"),
+        ("Eval Task,b\nx,1\n", "csv: line 2: .*'Random baseline'"), (CSV.replace("50", "100"), "no random baseline"),
+        (CSV.replace("50", "half"), "csv: line 4: .* 'half'"), (CSV.replace("50", ""), "schema: .* no random baseline"),
+        (CSV.replace("text,z,0\n", ""), "text: .* no random baseline")],
     "text": [
-        (None, "cannot read .*text.jsonl"), ("", "text.jsonl: line 1 is not json"),
-        ('{"context": "c"}', "text.jsonl: line 1: no text 'continuation'")],
-    "schema": [('{"continuation": "c"}', "no list of texts 'context_options'")],
+        (None, "cannot read .*text.jsonl"), ("", "text.jsonl: line 1 is no example"),
+        ('{"context": "c"}', "text.jsonl: line 1 is no example: 'continuation'")],
+    "schema": [('{"continuation": "c"}', "'context_options'")],
     "choice": [
-        (GOOD_LINE + "{\n", "line 2 is not json"), (GOOD_LINE + "\n" + GOOD_LINE, "choice.jsonl: line 2 is not json"),
-        ("[" * 10 ** 5, "line 1 is not json"), ("[]", "line 1: no text 'query'"),
+        (GOOD_LINE + "{\n", "line 2 is no example"),
+        (GOOD_LINE + "\n" + GOOD_LINE, "choice.jsonl: line 2 is no example"),
+        ("[" * 10 ** 5, "line 1 is no example"), ("[]", "line 1 is no example"),
         (GOOD_LINE * 2, "choice.jsonl: 2 examples, choice needs more than its 2 shots"),
-        (GOOD_LINE + '{"query": null}', "line 2: no text 'query'"), ('{"query": "q"}', "no list of texts 'choices'"),
+        (GOOD_LINE + '{"query": null}', "line 2 is no example: 'query' is no text"), ('{"query": "q"}', "'choices'"),
         *((f'{{"query": "q", "choices": {choices}}}', "no list of texts") for choices in ("[]", '[["a"]]', '"ab"')),
-        *((GOOD_LINE.replace("0", gold), "line 1: 'gold' is not the index of one of 2 choices")
+        *((GOOD_LINE.replace("0", gold), "line 1 .*: 'gold' is not the index of one of 2 choices")
           for gold in ("2", "-1", '"0"', "0.0", "true", "null"))],
 }
 

@@ -110,6 +110,17 @@ def write_json(path: str, record: dict) -> None:
         f.write("\n")
 
 
+def read_text(path: str) -> str:
+    """The text of a file, line ends as they are. Raises BadInput where it cannot be read or is not UTF-8."""
+    try:
+        with open(path, encoding="utf-8", newline="") as f:
+            return f.read()
+    except OSError as error:
+        raise BadInput(f"cannot read {path} ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: not UTF-8 at byte {error.start}") from None
+
+
 def read_records(path: str) -> list[tuple[str, dict]]:
     """The lines of a run's file of records, each with its record. A last line that was not written to its end is none.
     Raises BadInput for a line that is no record."""
@@ -162,8 +173,6 @@ def check_data_file(path: str) -> None:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
     if not begin.strip():
         raise BadInput(f"{path}: is empty")
-    if "::" in path:
-        raise BadInput(f"{path}: the library that reads it takes '::' for a file within a file: give it another name")
     text = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
     if path.endswith((".json", ".jsonl")) and text[:1] not in (b"{", b"["):
         raise BadInput(f"{path}: is no json of rows: it begins with {text[:20]!r}")
