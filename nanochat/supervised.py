@@ -14,8 +14,8 @@ from nanochat.checkpoint import (drop_old_sets, list_steps, load_file, load_meta
                                  save_meta, saying_what_is_whole, steps_started_from)
 from nanochat.cli import at_least, check_unchanged, in_words
 from nanochat.common import BadInput, CannotWrite, Diverged, StopRequested, dtype_name, rank_and_world
-from nanochat.storage.files import path_of
-from nanochat.storage.run import add_keep_arg, describe_versions, start_run
+from nanochat.storage.files import check_writable, path_of
+from nanochat.storage.run import add_keep_arg, describe_versions, look_at, start_run, uses_wandb
 from nanochat.weights import check_weights, is_sharded, local_optimizer_state, whole_state
 
 
@@ -86,16 +86,20 @@ def resumable_steps(stage: str, tag: str) -> list[int]:
             if os.path.exists(path_of(stage, tag, f"train_{step:06d}_rank0.pt"))]
 
 
-def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict) -> int | None:
-    """The step that --resume-from-step means: None for a fresh start. args must be those of the checkpoint's meta but
-    for may_change; defaults are of flags that it may not know. Raises BadInput for what cannot be continued."""
+def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict) -> tuple[int | None, dict[str, int]]:
+    """The step that --resume-from-step means, None for a fresh start; what was seen of the folder before (run.look_at).
+    args must be those of the checkpoint's meta but for may_change; defaults are of flags that it may not know. Raises
+    BadInput for what cannot be continued, or not be written."""
+    uses_wandb(args.run)
     wanted, folder = args.resume_from_step, path_of(stage, tag)
+    check_writable(folder)
+    seen = look_at(folder)
     steps, saved = resumable_steps(stage, tag), list_steps(stage, tag)
     if wanted == "-1" and saved:
         raise BadInput(f"{folder} holds a model, of step {saved[-1]}: take another tag"
                        + ", or continue it with --resume-from-step auto" * bool(steps))
     if wanted == "-1" or wanted == "auto" and not saved:
-        return None
+        return None, seen
     if wanted == "auto" and not steps:  # a model that is not finished is refused later
         steps = saved
     if wanted != "auto" and not re.fullmatch("[0-9]{1,18}", wanted):
@@ -106,7 +110,7 @@ def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict
                        f"{', '.join(map(str, steps)) or 'none'}")
     meta, _ = load_meta(path_of(stage, tag, f"meta_{step:06d}.json"))
     check_unchanged(folder, meta["user_config"], args, may_change, defaults)
-    return step
+    return step, seen
 
 
 def begin_run(t, device, seen: dict[str, int], resumed: int | None) -> None:

@@ -30,8 +30,8 @@ from nanochat.hf.tokenizer import load_own_tokenizer
 from nanochat.kernels.attention import register_operator
 from nanochat.loss_eval import bits_per_byte, supervised_loss
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
-from nanochat.storage.files import check_writable, path_of
-from nanochat.storage.run import Run, add_run_args, look_at, uses_wandb
+from nanochat.storage.files import path_of
+from nanochat.storage.run import Run, add_run_args
 from nanochat.supervised import (add_checkpoint_args, begin_run, check_skipped, load_training, resumable_steps,
                                  resume_step, save_training, saved_when_stopped, writing_checkpoints)
 from nanochat.weights import check_weights
@@ -289,15 +289,12 @@ def prepare(args) -> Pretraining | None:
     args.model_tag = tag = args.model_tag or f"d{args.depth}"
     check_name("--model-tag", tag)
     check_name("--run", args.run)
-    uses_wandb(args.run)
     train_sources, val_sources = split_sources(args)
     tokenizer = load_own_tokenizer(path_of("tokenizer"))
     config = config_of(args, tokenizer.vocab_size)
-    seen = look_at(path_of("base", tag))
     # the same text may be in another folder now; of a hub's there is the name alone
     moved = set() if is_hub_name(args.data) or is_hub_name(val_sources) else {"data", "val_data"}
-    resumed = resume_step("base", tag, args, MAY_CHANGE | moved, flag_defaults(make_parser()))
-    check_writable(path_of("base", tag))
+    resumed, seen = resume_step("base", tag, args, MAY_CHANGE | moved, flag_defaults(make_parser()))
     texts = [mark_files(train_sources), mark_files(val_sources)]
     for sources in (train_sources, val_sources):  # bad text shows before anything is written
         PackedBatches(Documents(sources, rank, world), tokenizer, 1, args.sequence_len + 1).next_batch()

@@ -41,8 +41,8 @@ from nanochat.rl.play.sampling import Sampler
 from nanochat.rl.records.outcomes import outcomes_of, problems_digest, texts_digest
 from nanochat.rl.verify.demonstrations import Examples, check_demos
 from nanochat.rl.verify.forms import FORMS, check_form
-from nanochat.storage.files import check_writable, path_of
-from nanochat.storage.run import Run, add_run_args, look_at, uses_wandb
+from nanochat.storage.files import path_of
+from nanochat.storage.run import Run, add_run_args
 from nanochat.supervised import (add_checkpoint_args, begin_run, check_skipped, load_training, resume_step,
                                  save_training, saved_when_stopped, writing_checkpoints)
 from tasks import add_task_args, make_task
@@ -303,11 +303,8 @@ def prepare(args) -> Training | None:
     task = make_task(args)
     check_args(args, task, world)
     tag = resolve_tags(args)
-    uses_wandb(args.run)
-    check_writable(path_of("sft", tag))
     tokenizer = load_tokenizer(path_of("tokenizer"))
-    seen = look_at(path_of("sft", tag))
-    resumed = resume_step("sft", tag, args, MAY_CHANGE, flag_defaults(make_parser()))
+    resumed, seen = resume_step("sft", tag, args, MAY_CHANGE, flag_defaults(make_parser()))
     device = init_device(args.device_type)
     model = (start_model(args, tokenizer, device) if resumed is None
              else load_model("sft", tag, device, None, resumed, args.shard)[0])

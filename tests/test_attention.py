@@ -1,8 +1,5 @@
-"""
-The attention call against a loop, against repeated keys and against scaled_dot_product_attention; masks; the cache.
-
-    python -m pytest tests/test_attention.py -q
-"""
+"""The attention call against a loop, against repeated keys and against scaled_dot_product_attention; masks; the
+cache."""
 import math
 
 import pytest
@@ -239,8 +236,6 @@ def test_single_precision_is_exact_to_rounding(blocks):
     assert all((a - b).abs().max() < 2e-5 for a, b in zip(*grads, strict=True))
 
 
-# Masks
-
 def allowed(bias):
     assert ((bias == 0) | (bias == float("-inf"))).all()
     return (bias == 0).int().tolist()
@@ -287,8 +282,6 @@ def test_windows_are_measured_in_positions_not_columns():
     assert allowed(mask.prefix) == [[[1, 1, 0, 0], [0, 1, 0, 0]], [[0, 0, 1, 1], [0, 0, 0, 1]]]
     assert allowed(mask.own) == [[1, 0], [1, 1]]
 
-
-# The cache
 
 def columns(T, U=2, Hkv=2, R=3, D=4, seed=0):
     return random(U, Hkv, R, T, D, seed=seed), random(U, Hkv, R, T, D, seed=seed + 100)

@@ -40,8 +40,6 @@ def normal(draw, *shape, dtype=torch.float32):
     return torch.randn(*shape, generator=draw).to(DEVICE, dtype)
 
 
-# Decoding
-
 def decode_case(Hkv=2, group=2, D=32, capacity=70, Tp=70, dtype=torch.float32) -> dict:
     """Four rows in four of five places: half full, idle, full, of a single token and after no prompt; three prompts.
     What lies after the filled columns is large."""
@@ -116,8 +114,6 @@ def test_splits_fill_the_gpu_and_no_more():
     assert num_splits(1024, 10 ** 5, 132) == 1 and num_splits(1, 2 * LEAST_KEYS - 1, 132) == 1
     assert num_splits(32, 10 ** 5, 132) == 16 and num_splits(32, 8 * LEAST_KEYS, 132) == 8
 
-
-# Training
 
 def training_case(U=2, Hkv=1, R=2, group=2, T=17, Tk=None, Tp=40, D=32, dtype=torch.float32):
     """Inputs that want gradients, q, k, v, prefix_k, prefix_v, and the lengths of the prefixes, of which the second is
@@ -227,8 +223,6 @@ def test_decoding_rounds_as_training_does(dtype):
             assert gap == 0 if DEVICE == "cpu" else gap < 8 * torch.finfo(dtype).eps
 
 
-# In the models
-
 def small_model(kind):
     """Two layers, groups of two query heads; of the GPT, windows that reach into the prompt or not."""
     torch.manual_seed(0)
@@ -309,8 +303,6 @@ def test_compiled_training_takes_the_kernel_as_it_is(monkeypatch):
     for a, e in zip(actual, expected, strict=True):
         assert (a - e).abs().max() <= 1e-5 * e.abs().max() + 5e-5
 
-
-# On a GPU
 
 @gpu
 @pytest.mark.parametrize("D", [64, 128])

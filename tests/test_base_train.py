@@ -92,8 +92,6 @@ def small_model(**changes) -> GPT:
     return model
 
 
-# Formulas
-
 def test_supervised_loss_is_the_cross_entropy_of_trained_tokens():
     model, draw = small_model(), torch.Generator().manual_seed(1)
     ids, mask = torch.randint(265, (3, 9), generator=draw), torch.randint(2, (3, 9), generator=draw)
@@ -240,8 +238,6 @@ def test_the_plan_of_the_speedrun_is_its_arithmetic(capsys):
         with pytest.raises(BadInput, match=words):
             plan_cost.main(parse(plan_cost, flags))
 
-
-# The script
 
 def test_a_run_logs_and_is_read_by_base_eval(base, capsys):
     """The same text, the same tokens: base_eval finds what training found. A row of the log for each step."""

@@ -51,8 +51,6 @@ HOSTILE = ["9" * 10 ** 5, "(" * 10 ** 5, "-" * 10 ** 5 + "1", "1" + "-1" * 10 **
            "{}.count()", "'a'.count('a'if 1else 2)"]
 
 
-# Expressions
-
 def test_results_are_upstreams():
     for expression, result in AS_UPSTREAM.items():
         assert calculate(expression) == result, expression
@@ -77,8 +75,6 @@ def test_arithmetic_is_pythons(a, b, c, op):
     assert calculate(f"{a} {op} {b}") == str(results[op])
     assert calculate(f"-({a:,}{op}{b})+{c}") == str(-results[op] + float(c))
 
-
-# Work
 
 def test_nothing_is_run_as_code():
     """Of what could run or compile code, or needs the main thread, the module names nothing."""
@@ -134,8 +130,6 @@ def test_threads_may_calculate_while_garbage_is_collected():
         gc.set_threshold(*thresholds)
         sys.setswitchinterval(interval)
 
-
-# The tool in rows of tokens
 
 TOKENIZER = Tokenizer.train(iter([]), 265)
 SPECIAL = {name.strip("<|>"): TOKENIZER.special(name) for name in SPECIAL_TOKENS}

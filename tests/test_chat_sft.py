@@ -1,8 +1,5 @@
-"""
-SFT: what is trained, conversations beside demonstrations, packing, starting from a checkpoint, going on after a stop.
-
-    python -m pytest tests/test_chat_sft.py -q
-"""
+"""SFT: what is trained, conversations beside demonstrations, packing, starting from a checkpoint, going on after a
+stop."""
 import json
 import os
 import shutil
@@ -65,8 +62,6 @@ def examples_of(*more: str, context: int = 128) -> chat_sft.Examples:
     args = parse(chat_sft, ["--role", "generator", *MODEL, *more])
     return chat_sft.Examples(args, make_task(args), Tokenizer.load(path_of("tokenizer")), context)
 
-
-# Examples
 
 def test_one_model_learns_the_demonstrations_of_either_role_by_turns(base):
     """Each those that the role's own SFT has, in its order; the verifier's judge sampled solutions too."""
@@ -172,8 +167,6 @@ def test_a_bad_line_of_conversations_is_named(tmp_path, line, complaint):
 def test_a_file_named_twice_counts_twice(chats):
     assert load_conversations([chats, chats]) == 2 * load_conversations([chats])
 
-
-# Training
 
 def test_a_step_lowers_the_mean_loss_of_trained_tokens(base):
     """The logged loss is the cross-entropy per trained token, by plain forwards over the same examples."""

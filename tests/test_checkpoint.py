@@ -272,9 +272,6 @@ def test_a_runs_state_comes_back_and_makes_its_step_valid():
     assert torch.equal(loaded.pop("torch_rng"), state.pop("torch_rng")) and loaded == state
 
 
-# Where things are
-
-
 @pytest.mark.parametrize("experiment, expected", [
     (None, ["chatsft_checkpoints/d2/model_000007.pt", "base_checkpoints/d2", "chatrl_checkpoints/d2", "runs/x",
             "tokenizer"]),

@@ -56,8 +56,6 @@ def make_task(kind: str, items: list[dict], num_fewshot: int = 0, delimiter: str
     return CoreTask("task", kind, items, num_fewshot, delimiter, 0.0)
 
 
-# Prompts
-
 def texts_of(task: CoreTask, index: int = 0) -> list[tuple[str, str]]:
     """Per row of an example: what is given and what is scored."""
     rows = rows_of(TOKENIZER, task, task.items, index)
@@ -103,8 +101,6 @@ def test_a_continuation_without_tokens_of_its_own_is_refused(context, continuati
     with pytest.raises(BadInput, match=f"task: the continuation '{continuation}' has no tokens of its own"):
         evaluate_core_task(MODEL, merging, task)
 
-
-# Scores
 
 def plain_score(model, ids: list[int], start: int) -> tuple[float, bool]:
     """Mean loss of ids[start:] and whether each is the likeliest, from one forward of one row, token by token."""
@@ -152,8 +148,6 @@ def test_micro_batches_keep_examples_whole_and_within_bounds():
             assert len(lengths) * max(lengths) <= max_tokens or len(batch) == 1
         assert len(batches) == {1: 40, 10 ** 6: 1}.get(max_tokens, len(batches))
 
-
-# Accuracy
 
 def known_items(num: int) -> list[dict]:
     """Examples for all kinds, of which CYCLE solves every third: the right choice is "=abc", the context before "bc" is
@@ -230,8 +224,6 @@ def test_core_by_hand():
     assert core_metric(results) == pytest.approx(1 / 18, rel=1e-12)
     assert centered(0.3, 0) == 0.3 and centered(1.0, 50) == 1.0
 
-
-# Files
 
 YAML = """
 icl_tasks:

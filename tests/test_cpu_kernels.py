@@ -155,8 +155,6 @@ def test_the_number_of_threads_changes_nothing(monkeypatch, T):
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
-# Drawing
-
 @KERNELS
 @pytest.mark.parametrize("V", [1, 5, 16, 33, 265, 1000])
 @pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.7, 0), (1.0, 3), (1.7, 2000), (0.0, 0), (0.0, 3)])
@@ -230,8 +228,6 @@ def test_noise_is_the_same_by_the_kernel(monkeypatch):
             patch.setattr(cpu, "library", lambda: None)
             assert torch.equal(ours, engine.uniform_noise(keys, position)) and ours.dtype == torch.float64
 
-
-# Whole models
 
 def model_of(n_layer=2, n_kv_head=4, pattern="L", dtype=torch.float32):
     """A model in which everything takes part; its short window is 128."""
@@ -434,8 +430,6 @@ def test_a_row_of_a_layer_depends_on_no_other_row():
             for part, of_all in zip(layer(rows), whole, strict=True):
                 assert torch.equal(part, of_all[rows])
 
-
-# Compiling
 
 def start(tmp_path):
     """A process that compiles, if it must, and runs one kernel. CC names a compiler that does not exist: the next is

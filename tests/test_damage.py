@@ -1,9 +1,5 @@
-"""
-What is on the disk is whole or refused: processes killed and disks filled at every write of a save, flipped bytes,
-truncated, exchanged and hostile files, weights that are not finite.
-
-    python -m pytest tests/test_damage.py
-"""
+"""What is on the disk is whole or refused: processes killed and disks filled at every write of a save, flipped bytes,
+truncated, exchanged and hostile files, weights that are not finite."""
 import builtins
 import errno
 import json
@@ -59,8 +55,6 @@ def trained(trained_base, tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     return shutil.copytree(trained_base, tmp_path / "base")
 
-
-# Every write of a save
 
 WRITES = {"open": (builtins, "open"), "fsync": (os, "fsync"), "replace": (os, "replace")}
 
@@ -163,8 +157,6 @@ def test_a_run_on_a_full_disk_says_what_is_whole(trained, monkeypatch, capsys):
     assert line == ("stopped: metrics.jsonl cannot be written: No space left on device; the checkpoint of step 3 is "
                     "whole: make room, and go on with the same flags, --run r and --resume-from-step auto")
 
-
-# Damaged files
 
 def flip(path) -> None:
     data = bytearray(path.read_bytes())
@@ -339,8 +331,6 @@ def test_a_dummy_run_takes_no_name_that_models_have(trained):
     assert saved_steps("dummy-2") == [1]
 
 
-# A stdout that fails, a terminal that is closed
-
 def test_a_stdout_that_fails_stops_no_run(base, monkeypatch, capsys):
     class Full:
         def write(self, text):
@@ -368,8 +358,6 @@ def test_a_terminal_that_is_closed_stops_the_run_as_sigterm_does(base, monkeypat
         signal.signal(signal.SIGHUP, before)
     assert code == 143 and saved_steps("r") == [1]
 
-
-# Weights that are not finite
 
 @pytest.mark.parametrize("value", [float("nan"), -float("inf"), None])
 def test_weights_that_are_not_finite_or_integers_are_refused_at_load(base, capsys, value):

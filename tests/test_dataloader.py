@@ -61,8 +61,6 @@ def pieces_of(rows: list[list[int]]) -> list[bytes]:
     return pieces
 
 
-# Documents
-
 def test_a_folder_a_pattern_and_a_list_name_the_same_files(shards, tmp_path):
     shutil.copytree(tmp_path, tmp_path / "a[0]")  # a name that looks like a pattern
     copies = [shard.replace(str(tmp_path), f"{tmp_path}/a[0]") for shard in shards]
@@ -132,8 +130,6 @@ def test_missing_and_mixed_files_are_refused(shards, tmp_path):
     with pytest.raises(BadInput, match=r"\.csv"):
         find_files([str(tmp_path / "a.csv")])
 
-
-# Packing
 
 def test_rows_are_full_begin_with_bos_and_lose_no_token(shards):
     """Two epochs' worth of rows: every document of the first epoch is there, whole or in parts that follow bos."""

@@ -1,8 +1,4 @@
-"""
-Sampling: greedy and sampled rows against naive full forwards, and that batching changes nothing.
-
-    python -m pytest tests/test_engine.py -q
-"""
+"""Sampling: greedy and sampled rows against naive full forwards, and that batching changes nothing."""
 import functools
 from types import SimpleNamespace
 
@@ -136,8 +132,6 @@ def test_at_most_max_rows_decode_together(max_rows, num_samples):
     assert max(model.decoding) == model.decoding[0] <= min(max_rows, 4 * num_samples)
     assert max(rows for rows, _ in model.shapes) <= max(max_rows, 1)
 
-
-# Places are refilled
 
 PROMPT_LENGTHS = [1 + 7 * i % 31 for i in range(30)]
 

@@ -1,9 +1,5 @@
-"""
-Faults of whole runs: ranks and torchrun that die, drift and numbers that are none on one rank, no network, two
-processes in one folder, malicious json. Faults of one module stand in its own tests.
-
-    python -m pytest tests/test_faults.py
-"""
+"""Faults of whole runs: ranks and torchrun that die, drift and numbers that are none on one rank, no network, two
+processes in one folder, malicious json. Faults of one module stand in its own tests."""
 import json
 import math
 import os
@@ -40,8 +36,6 @@ from scripts import tango_rl
 from tasks.common import read_table
 from tasks.conversations import load_conversations
 
-
-# Ranks and torchrun that die
 
 @pytest.fixture
 def two_ranks(base):
@@ -102,8 +96,6 @@ def test_when_a_rank_dies_all_end_and_the_last_set_stays(base, two_ranks):
     assert process.returncode != 0 and not any(map(is_there, ranks))
     assert_run_is_free(base)
 
-
-# What goes wrong on one rank
 
 def drift(monkeypatch) -> None:
     """Rank 1's generator moves by a last bit after its first update."""
@@ -172,8 +164,6 @@ def test_a_loss_that_is_no_number_on_one_rank_moves_no_rank_and_stops_all(faults
             f"chatrl_checkpoints/poison-{role}/model_000002.pt", f"chatsft_checkpoints/{tag}/model_000200.pt"))
         assert all(torch.equal(saved[name], start[name]) for name in start)
 
-
-# Several processes, no network
 
 WATCHED = """
 import os, sys
@@ -257,8 +247,6 @@ def test_a_dummy_name_that_two_processes_chose_is_the_first_ones(tmp_path, monke
     assert sorted(os.listdir(tmp_path / "runs")) == ["dummy-1", "dummy-2"]
 
 
-# Malicious json
-
 def config_of_run(path) -> dict:
     path.rename(path.parent / "config.json")
     return read_config(path.parent.name)
@@ -288,8 +276,6 @@ def test_malicious_json_is_refused_in_one_line_that_names_the_file(tmp_path, mon
             JSON_READERS[reader](folder / "bad.json")
         assert "\n" not in str(error.value) and len(str(error.value)) < len(str(tmp_path)) + 300, content[:20]
 
-
-# Batches and verifiers that teach nothing
 
 def say_nothing(base, recipe: str) -> list[str]:
     """Both models end every text at once."""

@@ -1,9 +1,5 @@
-"""
-The model against a loop-level reference written from upstream's mathematics; its parameter names, its caches, its
-imports.
-
-    python -m pytest tests/test_gpt.py -q
-"""
+"""The model against a loop-level reference written from upstream's mathematics; its parameter names, its caches, its
+imports."""
 import math
 import os
 import subprocess
@@ -36,8 +32,6 @@ def tiny_model(n_layer=4, n_head=4, n_kv_head=2, n_embd=48, sequence_len=256, wi
 def random_ids(*shape, seed=0):
     return torch.randint(265, shape, generator=torch.Generator().manual_seed(seed))
 
-
-# The reference: one token, one head at a time.
 
 def reference_norm(x):
     return x / (x.pow(2).mean() + torch.finfo(x.dtype).eps).sqrt()

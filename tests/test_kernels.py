@@ -95,8 +95,6 @@ def assert_close(actual, expected, rtol=2e-5, atol=2e-6):
         torch.testing.assert_close(a.double(), e.double(), rtol=rtol, atol=atol)
 
 
-# Scoring
-
 @ALL
 @EVERY_HEAD
 def test_linear_logprob_is_the_definition(head, use_triton):
@@ -124,8 +122,6 @@ def test_logprobs_by_hand(use_triton):
                                        vocab_size=3, softcap=None, use_triton=use_triton)
     assert logprobs.tolist() == [-600.0, -300.0, 0.0] and entropy.tolist() == [0.0] * 3
 
-
-# The loss of a token, as a function of its logprob
 
 @jit
 def tokens_kernel(logprobs, old, advantages, losses, slopes, low, high, dual_clip, N, LIMIT: tl.constexpr,
@@ -162,8 +158,6 @@ def test_the_kernels_formulas_are_those_of_the_losses(spec, kl):
                         HAS_DUAL_CLIP=spec.dual_clip is not None, BLOCK=128)
     assert_close([losses, slopes], [expected.detach(), slope], rtol=1e-6, atol=1e-7)
 
-
-# Forward and backward
 
 @ALL
 @pytest.mark.parametrize("loss", LOSSES, ids=str)

@@ -25,8 +25,6 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 gpu = pytest.mark.gpu
 
 
-# Triton itself
-
 def test_without_triton_the_pytorch_versions_work():
     code = """
 import sys
@@ -90,8 +88,6 @@ def test_a_decoding_layer_is_a_handful_of_launches():
         plain, fused = counted["head and draw"]
         assert fused == 3 and plain > 30, name
 
-
-# On a GPU
 
 def gpu_case(N: int, V: int = 50304, width: int = 256) -> dict:
     """bf16 inputs of a size that takes several chunks of 512 rows."""
@@ -166,8 +162,6 @@ def test_memory_is_one_chunk_and_the_gradients():
     assert torch.cuda.max_memory_allocated() - before < chunk + gradients + 2 ** 20
 
 
-# Drawing
-
 def drawing_case(B: int = 256, V: int = 50304):
     """Raw outputs of a head, keys and a position on the device."""
     generator = torch.Generator("cuda").manual_seed(B)
@@ -214,8 +208,6 @@ def test_drawing_waits_for_nothing_makes_no_logits_and_replays_in_a_graph():
     for a, b in zip(captured, work(), strict=True):
         assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
-
-# Decoding
 
 @gpu
 @pytest.mark.parametrize("kind", ["gpt", "qwen2", "qwen3"])

@@ -1,9 +1,5 @@
-"""
-The operations of a block: CPU kernels (fp32) against their PyTorch versions (fp64), these against differences, in the
-layouts that the model hands them.
-
-    python -m pytest tests/test_ops.py -q
-"""
+"""The operations of a block: CPU kernels (fp32) against their PyTorch versions (fp64), these against differences, in
+the layouts that the model hands them."""
 import io
 import re
 from types import SimpleNamespace
@@ -336,8 +332,6 @@ def test_every_kernel_is_called_as_it_is_written():
         assert parameters.split(",")[-1].strip() == "long threads"
     assert written == {name: [t.__name__ for t in types] + ["c_long"] for name, types in cpu.ARGUMENTS.items()}
 
-
-# Matrix products
 
 def operands():
     """a, b: (5, 6) times (6, 4) and others, contiguous or not, wide or spread out."""

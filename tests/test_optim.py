@@ -126,8 +126,6 @@ def test_clipping_returns_the_norm_before_it_and_scales_down():
     assert a.grad.tolist() == [0.0, 0.0] and b.grad.tolist() == [5.0]
 
 
-# Muon
-
 SHAPES = [(24, 8), (8, 24), (16, 16), (16, 16), (24, 8), (2, 12), (16, 16)]
 
 

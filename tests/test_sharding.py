@@ -219,8 +219,6 @@ def test_three_sharded_ranks_take_the_steps_of_one(tmp_path):
         assert not ranks[1][name]["state"]
 
 
-# One call for prompts and completions
-
 def in_two_passes(model, batch) -> torch.Tensor:
     """completion_hidden by two calls of trunk."""
     prefix, R = KVCache(model.config.n_layer), len(batch.tokens) // len(batch.prompt_ids)
@@ -329,8 +327,6 @@ def test_a_tied_weight_is_gathered_and_stored_once(tmp_path):
     stored = {x.data_ptr(): x.nbytes for x in saved.values()}
     assert sum(stored.values()) < path.stat().st_size < sum(stored.values()) + saved["lm_head.weight"].nbytes
 
-
-# The trainer
 
 def node(base, port: int, rank: int, *flags: str):
     """One machine's torchrun, of two with a rank each."""

@@ -1,8 +1,4 @@
-"""
-Who sits where: any prompts, places and ends.
-
-    python -m pytest tests/test_seats.py -q
-"""
+"""Who sits where: any prompts, places and ends."""
 import math
 
 from hypothesis import given, settings, strategies as st

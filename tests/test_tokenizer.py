@@ -1,8 +1,4 @@
-"""
-The tokenizer: round trips, special tokens, conversations and their masks, files that must be refused.
-
-    python -m pytest tests/test_tokenizer.py -q
-"""
+"""The tokenizer: round trips, special tokens, conversations and their masks, files that must be refused."""
 import os
 import pickle
 
@@ -20,8 +16,6 @@ TOKENIZERS = {"bytes": Tokenizer.train(iter([]), 265), "bpe": Tokenizer.train(it
 EVERY_TOKENIZER = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 SETTINGS = settings(max_examples=100, deadline=None)
 
-
-# Ids and text
 
 @EVERY_TOKENIZER
 @SETTINGS
@@ -86,8 +80,6 @@ def test_too_little_text_for_the_vocabulary_is_refused():
         Tokenizer.train(iter(["ab"]), 300)
 
 
-# Conversations
-
 USER, ASSISTANT, SYSTEM = ({"role": role, "content": text}
                            for role, text in (("user", "ab"), ("assistant", "c"), ("system", "s")))
 BOS, USER_START, USER_END, ASSISTANT_START, ASSISTANT_END = range(256, 261)  # of the byte-level tokenizer
@@ -140,8 +132,6 @@ def test_a_conversation_that_does_not_fit_is_an_error_that_names_both_lengths():
     with pytest.raises(ValueError, match=r"\b8\b.*\b7\b"):
         tokenizer.render_conversation([USER, ASSISTANT], context=7)
 
-
-# Files
 
 @EVERY_TOKENIZER
 def test_a_saved_tokenizer_loads_as_the_same(tokenizer, tmp_path):

@@ -53,8 +53,6 @@ def set_of(*steps: int) -> list[str]:
         f"state_{step:06d}.pt", f"model_{step:06d}.pt", f"meta_{step:06d}.json", f"optim_{step:06d}_rank0.pt"))
 
 
-# The writer
-
 def test_what_is_written_is_what_was_there_when_it_was_saved():
     """Training changes weights in place while the thread has not begun to write."""
     weights, wait, w, written = torch.ones(4), threading.Event(), Writer(CPU), []
@@ -148,8 +146,6 @@ def test_copies_from_a_gpu_are_page_locked_and_their_memory_is_used_again():
     assert places[0] == places[1]
 
 
-# Faults of whole runs
-
 def test_a_disk_that_fills_up_in_the_background_stops_the_run_in_one_line(base, monkeypatch, capsys):
     save = checkpoint.save_atomic
 
@@ -218,8 +214,6 @@ def test_sigkill_while_a_set_is_written_leaves_the_one_before(base, straight, mo
     assert_same_weights(gen_weights(straight, 4), gen_weights(base, 4))
     assert records(base, "r") == records(straight, "r") and not begun_steps("r")
 
-
-# How many are kept
 
 def test_the_last_sets_are_kept_and_an_older_one_goes_once_a_newer_one_is_whole(base, straight, monkeypatch):
     before = {path: path.read_bytes() for path in (base / "chatsft_checkpoints").rglob("*") if path.is_file()}

@@ -41,7 +41,7 @@ ARGUMENTS = {  # of each kernel, before the number of threads
     "draw": POINTERS(1) + LONG * 3 + POINTERS(1) + FLOAT * 2 + POINTERS(3), "uniform_noise": POINTERS(3) + LONG,
     "transpose_matrix": POINTERS(2) + LONG * 2,
     "has_tiles": [], "pack_tiles": POINTERS(2) + LONG * 4, "pack_tiles_back": POINTERS(2) + LONG * 4,
-    "tiles_product": POINTERS(3) + LONG * 3, "tiles_gradient": POINTERS(3) + LONG * 4,
+    "tiles_product": POINTERS(3) + LONG * 3, "tiles_gradient": POINTERS(3) + LONG * 3,
     "decoder_before": POINTERS(1) + LONG + POINTERS(11) + LONG,
     "decoder_before_back": POINTERS(1) + LONG + POINTERS(13) + LONG,
     "decoder_after": POINTERS(11) + LONG * 4 + FLOAT, "decoder_after_back": POINTERS(16) + LONG * 4 + FLOAT,

@@ -86,8 +86,8 @@ void tiles_product(const float *a, const bf16 *panels, float *c, long m, long n,
     free(narrowed);
 }
 
-/* grad (n, k) = a^T @ b, a (N, n), b (N, k); with add, that is added. */
-void tiles_gradient(const float *a, const float *b, float *grad, long N, long n, long k, long add, long threads)
+/* grad (n, k) += a^T @ b, a (N, n), b (N, k). */
+void tiles_gradient(const float *a, const float *b, float *grad, long N, long n, long k, long threads)
 {
     long blocks = (N + DEEP - 1) / DEEP;
     bf16 *left = halves(blocks * DEEP * n), *right = halves(blocks * DEEP * k);
@@ -106,7 +106,7 @@ void tiles_gradient(const float *a, const float *b, float *grad, long N, long n,
             pack_block(right, rows, k, k, block * DEEP, blocks * DEEP, 1);
             arrive();
         }
-        weight_gradient(grad, left, right, n, k, blocks, add);
+        weight_gradient(grad, left, right, n, k, blocks, 1);
         end_tiles();
         free(rows);
     }

@@ -6,7 +6,6 @@ per row, on CPU in fp32 by a kernel in C, elsewhere by their PyTorch counterpart
 width.
 """
 import ctypes
-import functools
 
 import torch
 
@@ -29,56 +28,22 @@ def rows_of_chunk(num_rows: int, num_columns: int, dtype: torch.dtype, on_cuda: 
 
 
 class Matrix:
-    """The LM head (V, C) as products want it, in hidden's dtype."""
+    """The LM head (V, C) in hidden's dtype, as tiles.NarrowMatrix."""
 
-    def __init__(self, weight, vocab_size: int, dtype: torch.dtype):
-        self.matrix = weight[:vocab_size].to(dtype)
+    def __init__(self, weight, dtype: torch.dtype):
+        self.weight = weight.to(dtype)
 
-    def __len__(self):
-        return len(self.matrix)
-
-    def logits(self, x):
+    def product(self, x):
         """(R, C) -> raw logits (R, V)."""
-        return matmul(x, self.matrix.t())
+        return matmul(x, self.weight.t())
 
     def back(self, dz):
         """Gradients (R, V) of logits -> of hidden (R, C)."""
-        return matmul(dz.to(self.matrix.dtype), self.matrix)
+        return matmul(dz.to(self.weight.dtype), self.weight)
 
     def add_gradient(self, total, dz, x) -> None:
         """total (V, C) += the weight's gradient."""
         add_product(total, dz.t(), x)
-
-
-class NarrowMatrix:
-    """The same on CPU where operands of products are rounded to bf16 and all else is fp32 (nanochat.kernels.tiles)."""
-
-    def __init__(self, weight, vocab_size: int):
-        self.weight = weight.detach()[:vocab_size]
-        self.by_kernel = tiles.takes(*self.weight.shape)
-
-    def __len__(self):
-        return len(self.weight)
-
-    @functools.cached_property
-    def panels(self):
-        return tiles.packed(self.weight)
-
-    @functools.cached_property
-    def panels_back(self):
-        return tiles.packed_back(self.weight)
-
-    def logits(self, x):
-        return tiles.product(x, self.panels) if self.by_kernel else tiles.rounded(x) @ tiles.rounded(self.weight).t()
-
-    def back(self, dz):
-        return tiles.product(dz, self.panels_back) if self.by_kernel else tiles.rounded(dz) @ tiles.rounded(self.weight)
-
-    def add_gradient(self, total, dz, x) -> None:
-        if self.by_kernel:
-            tiles.add_gradient(total, dz, x)
-        else:
-            total.addmm_(tiles.rounded(dz).t(), tiles.rounded(x))
 
 
 def add_product(total, a, b) -> None:
@@ -100,9 +65,8 @@ def logit_chunks(hidden, weight, vocab_size: int, rows_per_chunk: int | None, us
     all of weight's columns; the buffer's rows are padded to 64: products and loads stay aligned whatever the
     vocabulary. For PyTorch z (R, vocab_size) is at least fp32.
     """
-    matrix = (NarrowMatrix(weight, vocab_size) if narrow
-              else Matrix(weight, len(weight) if use_triton else vocab_size, hidden.dtype))
-    V = len(matrix)
+    V = len(weight) if use_triton else vocab_size
+    matrix = tiles.NarrowMatrix(weight[:V].detach()) if narrow else Matrix(weight[:V], hidden.dtype)
     R = rows_per_chunk or rows_of_chunk(len(hidden), V, hidden.dtype if use_triton else wide_dtype_of(hidden),
                                         hidden.is_cuda, narrow)
     buffer = (torch.empty(min(R, len(hidden)), round_up(V, 64), dtype=hidden.dtype, device=hidden.device)
@@ -111,9 +75,9 @@ def logit_chunks(hidden, weight, vocab_size: int, rows_per_chunk: int | None, us
         x = hidden[start: start + R]
         rows = slice(start, start + len(x))
         if use_triton:
-            yield rows, torch.mm(x, matrix.matrix.t(), out=buffer[: len(x), :V]), matrix  # (R, V)
+            yield rows, torch.mm(x, matrix.weight.t(), out=buffer[: len(x), :V]), matrix  # (R, V)
         else:
-            yield rows, matrix.logits(x).to(wide_dtype_of(hidden)), matrix
+            yield rows, matrix.product(x).to(wide_dtype_of(hidden)), matrix
 
 
 def wide_dtype_of(tensor) -> torch.dtype:

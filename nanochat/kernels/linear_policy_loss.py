@@ -204,7 +204,7 @@ def loss_and_gradients(hidden, weight, tokens: dict, loss, head: dict, rows_per_
         if grad_hidden is not None:
             grad_hidden[rows] = matrix.back(dz)
         if grad_weight is not None:
-            matrix.add_gradient(grad_weight[: len(matrix)], dz, hidden[rows])
+            matrix.add_gradient(grad_weight[: len(matrix.weight)], dz, hidden[rows])
     return losses, logprobs, entropy, grad_hidden, grad_weight
 
 

@@ -79,15 +79,45 @@ def product(x: torch.Tensor, panels: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def add_gradient(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = True) -> None:
-    """total (n, k) += a.T @ b, or = without add; a (N, n), b (N, k), all fp32."""
+def add_gradient(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total (n, k) += a.T @ b, a (N, n), b (N, k), all fp32."""
     a, b = a.contiguous(), b.contiguous()
     assert total.is_contiguous() and total.shape == (a.shape[1], b.shape[1])
-    cpu.call("tiles_gradient", a, b, total, len(a), *total.shape, add)
+    cpu.call("tiles_gradient", a, b, total, len(a), *total.shape)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().float()
+
+
+class NarrowMatrix:
+    """A weight (n, k), fp32 or bf16, for products in fp32 of operands rounded to bf16."""
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight, self.by_kernel = weight, takes(*weight.shape)
+
+    @functools.cached_property
+    def panels(self) -> torch.Tensor:
+        return packed(self.weight)
+
+    @functools.cached_property
+    def panels_back(self) -> torch.Tensor:
+        return packed_back(self.weight)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., k) -> x @ weight.T (..., n)."""
+        return product(x, self.panels) if self.by_kernel else rounded(x) @ rounded(self.weight).T
+
+    def back(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of x (N, k) from that of the product (N, n)."""
+        return product(grad, self.panels_back) if self.by_kernel else rounded(grad) @ rounded(self.weight)
+
+    def add_gradient(self, total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
+        """total (n, k) += the weight's gradient, from that of the product (N, n) and x (N, k)."""
+        if self.by_kernel:
+            add_gradient(total, grad, x)
+        else:
+            total.addmm_(rounded(grad).T, rounded(x))
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -100,24 +130,19 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
-        return product(x, packed(weight)) if takes(*weight.shape) else rounded(x) @ rounded(weight).T
+        return NarrowMatrix(weight).product(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        flat, rows = grad.reshape(-1, len(weight)), x.reshape(-1, x.shape[-1])
-        by_kernel = takes(*weight.shape)
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = product(flat, packed_back(weight)) if by_kernel else rounded(flat) @ rounded(weight)
-        if ctx.needs_input_grad[1]:
-            if by_kernel:
-                grad_weight = torch.empty(weight.shape)
-                add_gradient(grad_weight, flat, rows, add=False)
-            else:
-                grad_weight = rounded(flat).T @ rounded(rows)
-        return None if grad_x is None else grad_x.view(x.shape), grad_weight
+        matrix, grad, rows = NarrowMatrix(weight), grad.reshape(-1, len(weight)), x.reshape(-1, x.shape[-1])
+        grad_x = matrix.back(grad).view(x.shape) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None
+        grad_weight = torch.zeros(weight.shape)
+        matrix.add_gradient(grad_weight, grad, rows)
+        return grad_x, grad_weight
 
 
 class Layer:
