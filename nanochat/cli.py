@@ -99,25 +99,29 @@ def check_one_copy(script: str) -> None:
 def check_ranks() -> None:
     """Ends the process with one line and exit code 2 where the environment's numbers, which torchrun sets, are none or
     do not go together."""
-    words = []
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "NANOCHAT_GRADING_WORKERS"):
-        value = os.environ.get(name, "0")
-        if not re.fullmatch("[0-9]{1,9}", value) and (value or not name.startswith("NANOCHAT")):
-            words.append(f"{name}={value[:100]}: must be a number")
-        elif name == "MASTER_PORT" and int(value or 0) > 65535:
-            words.append(f"{name}={value}: must be at most 65535")
-        elif name.startswith("NANOCHAT") and value and name in os.environ and int(value) == 0:
-            words.append(f"{name}={value}: must be at least 1")
-    if not words:
-        rank, world = rank_and_world()
-        if rank >= world:
-            words = [f"RANK={rank}: must be below WORLD_SIZE={world}"]
-        elif world > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            words = [f"WORLD_SIZE={world}: several ranks are started with torchrun"]
-    if words:
-        setter = "" if "NANOCHAT" in words[0] else "torchrun sets it, or "
-        print(f"error: the environment has {words[0]}; {setter}unset it", file=sys.stderr)
+    if fault := fault_of_environment():
+        setter = "" if "NANOCHAT" in fault else "torchrun sets it, or "
+        print(f"error: the environment has {fault}; {setter}unset it", file=sys.stderr)
         sys.exit(2)
+
+
+def fault_of_environment() -> str | None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "NANOCHAT_GRADING_WORKERS"):
+        is_ours, value = name.startswith("NANOCHAT"), os.environ.get(name)
+        if value is None or is_ours and not value:
+            continue
+        if not re.fullmatch("[0-9]{1,9}", value):
+            return f"{name}={value[:100]}: must be a number"
+        if is_ours and int(value) == 0:
+            return f"{name}={value}: must be at least 1"
+        if name == "MASTER_PORT" and int(value) > 65535:
+            return f"{name}={value}: must be at most 65535"
+    rank, world = rank_and_world()
+    if rank >= world:
+        return f"RANK={rank}: must be below WORLD_SIZE={world}"
+    if world > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return f"WORLD_SIZE={world}: several ranks are started with torchrun"
+    return None
 
 
 def open_streams() -> None:

@@ -1,10 +1,5 @@
-"""The model against a loop-level reference written from upstream's mathematics; its parameter names, its caches, its
-imports."""
+"""The model against a loop-level reference written from upstream's mathematics; its parameter names, its caches."""
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +8,6 @@ from test_decode_cache import decoded
 from nanochat.attention import PADDING_POSITION, KVCache, Mask
 from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig, rotary
-from nanochat.kernels.ops import rotate
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def tiny_model(n_layer=4, n_head=4, n_kv_head=2, n_embd=48, sequence_len=256, window_pattern="SSL", seed=0):
@@ -110,14 +102,6 @@ def test_logits_equal_the_reference_beyond_the_short_window():
     assert_equals_reference(tiny_model(n_layer=4, n_head=2, n_kv_head=1), random_ids(136), [128, 128, 256, 256])
 
 
-def test_the_short_window_matters_beyond_it():
-    # The weights of the test above, all layers L: the first 129 tokens agree, the later ones do not.
-    short, full = tiny_model(n_head=2, n_kv_head=1), tiny_model(n_head=2, n_kv_head=1, window_pattern="L")
-    ids = random_ids(1, 136)
-    gap = (short(ids) - full(ids)).abs().amax(dim=2)[0]
-    assert gap[:129].max() == 0 and gap[129:].min() > 1e-4
-
-
 def test_rotary_angles_are_position_times_base_to_the_minus_channel():
     cos, sin = rotary(torch.tensor([[0, 1, 7, 200]]), 12, torch.float64)
     assert cos.shape == sin.shape == (1, 4, 1, 6)
@@ -125,16 +109,6 @@ def test_rotary_angles_are_position_times_base_to_the_minus_channel():
         for j in range(6):
             angle = position * 100000 ** (-2 * j / 12)
             assert abs(cos[0, t, 0, j] - math.cos(angle)) < 2e-5 and abs(sin[0, t, 0, j] - math.sin(angle)) < 2e-5
-
-
-def test_rotated_scores_depend_on_distance_alone():
-    q, k = torch.randn(2, 1, 1, 1, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-    def score(i, j):
-        return (rotate(q, *rotary(torch.tensor([[i]]), 12,
-                                  q.dtype)) * rotate(k, *rotary(torch.tensor([[j]]), 12, q.dtype))).sum()
-
-    assert abs(score(9, 4) - score(25, 20)) < 1e-5 and abs(score(9, 4) - score(9, 5)) > 1e-3
 
 
 def test_windows_are_a_quarter_of_the_context_rounded_up_to_128():
@@ -169,11 +143,6 @@ def test_model_config_has_upstreams_keys():
                                          "window_pattern"}
 
 
-@pytest.mark.parametrize("n_layer, layers", [(1, {"0"}), (2, {"1"}), (3, {"0", "2"}), (4, {"1", "3"})])
-def test_value_embeddings_stand_on_every_second_layer_from_the_last(n_layer, layers):
-    assert set(GPT(GPTConfig(64, 64, n_layer, 1, 1, 24, "L")).value_embeds) == layers
-
-
 @torch.no_grad()
 def test_padded_vocabulary_takes_no_part():
     model, ids = tiny_model(), random_ids(2, 5)
@@ -182,25 +151,6 @@ def test_padded_vocabulary_takes_no_part():
     model.lm_head.weight[265:] = 1e4
     model.transformer.wte.weight[265:] = 1e4
     assert torch.equal(model(ids), before)
-
-
-@torch.no_grad()
-def test_logits_are_softcapped_at_15():
-    model, ids = tiny_model(), random_ids(2, 5)
-    z = model.lm_head(model.trunk(ids))[..., :265]
-    model.lm_head.weight *= 100
-    logits = model(ids)
-    assert logits.abs().max() <= 15 and logits.abs().max() > 14.9
-    torch.testing.assert_close(logits, (15 * torch.tanh(100 * z / 15)).float())
-
-
-@torch.no_grad()
-def test_later_tokens_do_not_reach_earlier_ones():
-    model, ids = tiny_model(), random_ids(1, 9)
-    changed = ids.clone()
-    changed[0, 6] = (ids[0, 6] + 1) % 265
-    gap = (model(ids) - model(changed)).abs().amax(dim=2)[0]
-    assert gap[:6].max() == 0 and gap[6:].min() > 1e-4
 
 
 @torch.no_grad()
@@ -319,35 +269,3 @@ def test_fresh_weights_follow_the_seed():
         states.append(model.state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert not torch.equal(states[0]["transformer.wte.weight"], states[2]["transformer.wte.weight"])
-
-
-IMPORT_ALL = """
-import argparse, importlib, logging, os, pkgutil, signal, socket, sys
-import torch
-
-def forbidden(*args, **kwargs):
-    raise SystemExit("work at import")
-
-torch.cuda.is_available = torch.cuda.init = torch.cuda.get_device_capability = torch.cuda.is_bf16_supported = forbidden
-torch.manual_seed = torch.distributed.init_process_group = forbidden
-argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_known_args = forbidden
-socket.socket.connect = signal.signal = os.makedirs = os.mkdir = forbidden
-import nanochat
-names = [m.name for m in pkgutil.walk_packages(nanochat.__path__, "nanochat.")] + [m.name for m in pkgutil.iter_modules(["scripts"], "scripts.")]
-for name in names:
-    importlib.import_module(name)
-assert not logging.root.handlers
-print(" ".join(names))
-"""  # noqa: E501
-
-
-def test_importing_a_module_does_nothing(tmp_path):
-    env = {**os.environ, "NANOCHAT_BASE_DIR": str(tmp_path / "absent"), "NANOCHAT_DTYPE": "nonsense", "RANK": "x",
-           "CUDA_VISIBLE_DEVICES": ""}
-    out = subprocess.run([sys.executable, "-c", IMPORT_ALL, "--no-such-flag", "x"], cwd=ROOT, env=env,
-                         capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr
-    assert ({"nanochat.gpt", "nanochat.rl.learn.trainer", "nanochat.kernels.linear_logprob", "scripts.tango_rl"}
-            <= set(out.stdout.split()))
-    assert len(out.stdout.splitlines()) == 1 and not out.stderr
-    assert not (tmp_path / "absent").exists()

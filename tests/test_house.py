@@ -73,16 +73,19 @@ def test_recipes_import_verbs_and_their_family_alone():
 
 
 def test_importing_every_module_does_no_work(tmp_path):
-    """No argv is read, no CUDA probe, no file is written, nothing printed."""
+    """No argv or environment is read, no CUDA probe, no seed, socket or signal, no file is written, nothing printed."""
     code = f"""
-import sys, importlib, torch
-def forbidden(*a, **k): raise AssertionError("CUDA probed at import")
-torch.cuda.is_available = torch.cuda.get_device_capability = torch.cuda.init = forbidden
+import sys, importlib, os, signal, socket, torch
+def forbidden(*a, **k): raise AssertionError("work at import")
+torch.cuda.is_available = torch.cuda.get_device_capability = torch.cuda.init = torch.cuda.is_bf16_supported = forbidden
+torch.manual_seed = torch.distributed.init_process_group = socket.socket.connect = signal.signal = forbidden
+os.makedirs = os.mkdir = forbidden
 sys.argv = ["x", "--no-such-flag"]
 for name in {sorted(modules())!r}:
     importlib.import_module(name)
 """
-    env = {**os.environ, "NANOCHAT_BASE_DIR": str(tmp_path / "base"), "PYTHONPATH": ROOT}
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(tmp_path / "base"), "PYTHONPATH": ROOT, "RANK": "x",
+           "NANOCHAT_DTYPE": "nonsense"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr[-1000:]
     assert os.listdir(tmp_path) == []

@@ -92,36 +92,6 @@ def test_rows_of_a_prompt_sit_down_at_different_times():
     assert slots.free_slots == [0] and not slots.may_fill()
 
 
-def test_waiting_rows_sit_down_several_at_a_time():
-    slots = Slots([(p, range(p, p + 1)) for p in range(40)], 16)
-    assert slots.fill()[0] == list(range(16))
-    slots.release([5])
-    assert not slots.may_fill()  # one place of 16; two are an eighth
-    slots.release([9])
-    assert slots.may_fill()
-    assert sorted(slots.fill()[1]) == [5, 9]
-    last = Slots([(p, range(p, p + 1)) for p in range(17)], 16)
-    last.fill()
-    last.release([5])
-    assert last.may_fill()  # all that wait
-
-
-def test_slots_bound_the_prompts_that_are_kept():
-    # 8 places hold two prompts of four rows: eight slots are their prompts'. A row that does not end keeps its slot.
-    slots = Slots([(p, range(4 * p, 4 * p + 4)) for p in range(50)], 8)
-    assert slots.num_slots == 8
-    held, kept = set(), {}
-    for _ in range(200):
-        if slots.may_fill():
-            rows, places, at_slots, _ = slots.fill()
-            for row, place, slot in zip(rows, places, at_slots, strict=True):
-                kept.setdefault(row // 4, place)
-                held.add(slot)
-        stay = set(list(kept.values())[:7])
-        slots.release([place for place in slots.live if place not in stay])
-    assert held == set(range(8)) and len(slots.live) == 7
-
-
 def test_no_prompts():
     slots = Slots([], 0)
     assert slots.num_slots == 0 and not slots.may_fill() and slots.batch(0) == [] and not slots.live

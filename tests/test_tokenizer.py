@@ -68,12 +68,6 @@ def test_digits_are_split_in_pairs():
     assert [tokenizer.decode([i]) for i in tokenizer.encode("12345678")] == ["12", "34", "56", "78"]
 
 
-@pytest.mark.parametrize("vocab_size", [0, 256, 264])
-def test_a_vocabulary_without_room_for_bytes_and_specials_is_refused(vocab_size):
-    with pytest.raises(BadInput, match=f"--vocab-size {vocab_size}: must be at least 265"):
-        Tokenizer.train(iter(SAMPLE), vocab_size)
-
-
 def test_too_little_text_for_the_vocabulary_is_refused():
     """"ab" allows one merge: 266 ids. Silently giving fewer ids than asked for would change the model's shape."""
     with pytest.raises(BadInput):
@@ -152,12 +146,6 @@ def test_token_bytes_counts_bytes_and_gives_special_tokens_none(tokenizer, tmp_p
     assert num_bytes[-9:].tolist() == [0] * 9 and num_bytes[:256].tolist() == [1] * 256
     text = "the cat; déjà vu"
     assert int(num_bytes[tokenizer.encode(text)].sum()) == len(text.encode())
-
-
-def test_upstreams_plain_pickle_of_an_encoding_loads(tmp_path):
-    with open(tmp_path / "tokenizer.pkl", "wb") as f:
-        pickle.dump(TOKENIZERS["bpe"].encoding, f)
-    assert Tokenizer.load(str(tmp_path)).encode("the cat") == TOKENIZERS["bpe"].encode("the cat")
 
 
 class Runs:

@@ -22,6 +22,7 @@ static inline void store(float *p, vec x) { *(loose *)p = x; }
 static inline vec splat(float x) { return x - (vec){0}; }
 static inline vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
 static inline vec larger(vec a, vec b) { return choose(a > b, a, b); } /* b where one is NaN */
+static inline long least(long a, long b) { return a < b ? a : b; }
 static inline long up(long n) { return (n + L - 1) / L * L; }
 
 /* Room for n floats. Without memory the process ends: there is no one to tell. */

@@ -48,8 +48,6 @@ static inline void scale_rows(float *y, const float *x, const float *inverse, lo
             store(y + i * C + c, load(x + i * C + c) * inverse[i]);
 }
 
-static inline long least(long a, long b) { return a < b ? a : b; }
-
 /* How many of N tokens to take at a time: at most ROWS, such that each thread has as many. */
 static inline long share(long N, long threads)
 {

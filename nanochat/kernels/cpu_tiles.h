@@ -23,8 +23,6 @@
 
 typedef uint16_t bf16;
 
-static inline long least(long a, long b) { return a < b ? a : b; }
-
 static inline float widen(bf16 x)
 {
     union { uint32_t bits; float value; } y = {(uint32_t)x << 16};
