@@ -154,10 +154,7 @@ def parse_flags(parser, argv: list[str]) -> Flags:
 
 
 def check_text(argv: list[str]) -> None:
-    """Raises BadInput for the first argument that is no text in UTF-8: what says so would fail on it. And where Python
-    was told to take names of files for another encoding: what is written could not be read."""
-    if (encoding := sys.getfilesystemencoding()) != "utf-8":
-        raise BadInput(f"the environment makes Python take names of files for {encoding}: set PYTHONUTF8=1")
+    """Raises BadInput for the first argument that is no text in UTF-8: what says so would fail on it."""
     for number, word in enumerate(argv, 1):
         if "\0" in word or word != word.encode(errors="replace").decode():
             raise BadInput(f"argument {number}, {word!r}: is no text in UTF-8")

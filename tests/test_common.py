@@ -210,7 +210,7 @@ def test_a_script_lives_without_its_streams_and_ends_quietly_when_nobody_reads_o
     assert done.returncode == code and done.stderr in ("", "error\n")
 
 
-LATIN, C = {"PYTHONIOENCODING": "latin-1"}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+LATIN = {"PYTHONIOENCODING": "latin-1"}
 LOST = "WARNING: nothing more is shown: stdout: No space left on device\n"
 
 
@@ -221,8 +221,7 @@ LOST = "WARNING: nothing more is shown: stdout: No space left on device\n"
      "stopped: the output cannot be written: No space left on device\n"),
     ("print0('x')", "", {}, True, 0, None, LOST),
     ("print0('x')", ", is_shown=True", {}, True, 1, None, LOST),  # a script that is run for what it prints
-    ("0", "", C, False, 2, "", "error: the environment makes Python take names of files for ascii: set PYTHONUTF8=1\n"),
-], ids=range(5))
+], ids=range(4))
 def test_what_a_script_prints_may_be_lost(work, options, env, is_full, code, out, err):
     program = ("import argparse; from nanochat.cli import script_main; from nanochat.common import print0\n"
                f"script_main(lambda args: {work}, argparse.ArgumentParser(), []{options})")
