@@ -24,11 +24,11 @@ def our_step(shape: dict, compiled: bool):
     """A function of ids (B, T + 1) that makes one step of our code."""
     import torch
 
-    from nanochat.common import keep_freed_memory
+    from nanochat.common import hold_memory
     from nanochat.gpt import GPTConfig, new_model
     from nanochat.loss_eval import supervised_loss
     from nanochat.optim import optimize, pretraining_optimizers
-    keep_freed_memory()
+    hold_memory()
     model = new_model(GPTConfig(**shape), 0, torch.device("cpu"), torch.float32)
     optimizers, parameters = pretraining_optimizers(model, 0.02, 0.3, 0.008, 0.5, 0.0), list(model.parameters())
     trunk = torch.compile(model.trunk, dynamic=False) if compiled else None
