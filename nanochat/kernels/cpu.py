@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -26,27 +27,6 @@ SOURCES = [os.path.join(FOLDER, f"cpu_{name}.c")
 HEADERS = [os.path.join(FOLDER, name) for name in ("cpu.h", "cpu_heads.h", "cpu_product.h", "cpu_tiles.h")]
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ["-O3", NATIVE, "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", "-w"]
-POINTERS, LONG, FLOAT = lambda n: [ctypes.c_void_p] * n, [ctypes.c_long], [ctypes.c_float]
-ARGUMENTS = {  # of each kernel, before the number of threads
-    "attend_forward": POINTERS(3), "attend_backward": POINTERS(9),
-    "decode": POINTERS(2), "decode_trunk": POINTERS(8),
-    "norm_forward": POINTERS(5) + LONG + LONG + FLOAT, "norm_backward": POINTERS(4) + LONG + LONG,
-    "mix_forward": POINTERS(5) + LONG, "mix_backward": POINTERS(8) + LONG,
-    "smear_forward": POINTERS(6) + LONG * 4, "smear_backward": POINTERS(9) + LONG * 4,
-    "relu_squared": POINTERS(2) + LONG, "split_heads": POINTERS(10),
-    "pack_weight": POINTERS(2) + LONG * 2, "before_forward": POINTERS(1) + LONG * 2 + POINTERS(16),
-    "before_backward": POINTERS(1) + LONG * 2 + POINTERS(26) + LONG,
-    "after_forward": POINTERS(9) + LONG * 3 + FLOAT, "after_backward": POINTERS(11) + LONG * 4,
-    "policy_rows": POINTERS(2) + LONG * 3 + POINTERS(8),
-    "draw": POINTERS(1) + LONG * 3 + POINTERS(1) + FLOAT * 2 + POINTERS(3), "uniform_noise": POINTERS(3) + LONG,
-    "transpose_matrix": POINTERS(2) + LONG * 2,
-    "has_tiles": [], "pack_tiles": POINTERS(2) + LONG * 4, "pack_tiles_back": POINTERS(2) + LONG * 4,
-    "tiles_product": POINTERS(3) + LONG * 3, "tiles_gradient": POINTERS(3) + LONG * 3,
-    "decoder_before": POINTERS(1) + LONG + POINTERS(11) + LONG,
-    "decoder_before_back": POINTERS(1) + LONG + POINTERS(13) + LONG,
-    "decoder_after": POINTERS(11) + LONG * 4 + FLOAT, "decoder_after_back": POINTERS(16) + LONG * 4 + FLOAT,
-    "decode_decoder": POINTERS(8),
-}
 MULTIPLE = 32  # of heads' sizes and rows' widths that the kernels take
 
 
@@ -90,12 +70,20 @@ def library():
             continue
         if flags is FLAGS:
             print(f"CPU kernels run on one thread, without OpenMP: {problem}", file=sys.stderr)
-        for name, types in ARGUMENTS.items():
-            getattr(kernels, name).argtypes = types + LONG
+        for name, types in signatures().items():
+            getattr(kernels, name).argtypes = types
             getattr(kernels, name).restype = ctypes.c_long if name == "has_tiles" else None
         return kernels
     print(f"CPU kernels run as PyTorch operations, which is slower: {problem}", file=sys.stderr)
     return None
+
+
+def signatures() -> dict[str, list]:
+    """The types of each kernel's arguments, as its source has them; the last one is the number of threads."""
+    kinds, source = {"long": ctypes.c_long, "float": ctypes.c_float}, "".join(open(path).read() for path in SOURCES)
+    return {name: [ctypes.c_void_p if "*" in argument else kinds[argument.split()[0]]
+                   for argument in arguments.split(",")]
+            for name, arguments in re.findall(r"^(?:void|long) (\w+)\(([^)]*)\)$", source, re.MULTILINE)}
 
 
 def load(compiler: str, flags: list[str]) -> ctypes.CDLL:
