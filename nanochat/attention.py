@@ -44,14 +44,12 @@ class KVCache:
 
 
 def columns_up_to(places: torch.Tensor, B: int, T: int) -> torch.Tensor:
-    """How many columns each of B rows of T tokens has up to the last of these places (M,) of the B * T; 0 where it has
-    none. -> (B,) int64"""
+    """Columns that each of B rows of T tokens has up to the last of these places (M,) of the B * T. -> (B,) int64"""
     return torch.zeros(B, dtype=torch.long, device=places.device).scatter_reduce(0, places // T, places % T + 1, "amax")
 
 
 def first_columns(lengths: torch.Tensor, T: int) -> torch.Tensor | None:
-    """The places, of all of B rows of T tokens, of each row's first `lengths` (B,). -> (N,) int64; None where they are
-    all."""
+    """The places (N,), of all of B rows of T tokens, of each row's first `lengths` (B,); None where they are all."""
     if bool((lengths >= T).all()):
         return None
     return (torch.arange(T, device=lengths.device) < lengths[:, None]).flatten().nonzero()[:, 0]
@@ -107,9 +105,8 @@ def make_mask(T: int, window: int, context: int, cache: KVCache | None, prefix: 
 def attend(q, k, v, mask: Mask, prefix_k=None, prefix_v=None):
     """Attention of queries over their own keys and, with a prefix, over those that the rows of a unit share.
 
-    q (U, Hkv, R, group, T, D): `group` query heads read each key head; k, v (U, Hkv, R, Tk, D): own keys and values,
-    the queries' own last; prefix_k, prefix_v (U, Hkv, Tp, D). -> (U, Hkv, R, group, T, D). Scores are scaled by
-    1/sqrt(D).
+    q (U, Hkv, R, group, T, D): `group` query heads read each key head; k, v (U, Hkv, R, Tk, D): the queries' own last;
+    prefix_k, prefix_v (U, Hkv, Tp, D). -> as q. Scores are scaled by 1/sqrt(D).
     """
     is_plain = mask.causal and prefix_k is None
     if mask.window is not None and not is_plain:
@@ -130,8 +127,8 @@ def attend(q, k, v, mask: Mask, prefix_k=None, prefix_v=None):
 
 
 def _attend_sdpa(q, k, v, mask, prefix_k, prefix_v):
-    """By scaled_dot_product_attention; the prefix is repeated for each row. With a mask, keys are repeated for each
-    query head too: the kernel that takes masks without holding scores wants it."""
+    """By scaled_dot_product_attention, the prefix repeated for each row. With a mask, keys are repeated for each query
+    head: the kernel that takes masks without holding scores wants it."""
     U, Hkv, R, group, T, D = q.shape
     q = q.transpose(1, 2).reshape(U * R, Hkv * group, T, D)
     k, v = (x.transpose(1, 2).reshape(U * R, Hkv, -1, D) for x in (k, v))
@@ -234,8 +231,7 @@ def _like_each_other(k, v):
 
 
 class _AttendKernel(torch.autograd.Function):
-    """As _Attend, for all queries. Holds the scores of a few at a time, and computes them again in the backward
-    pass."""
+    """As _Attend. Holds the scores of a few queries at a time, and computes them again in the backward pass."""
 
     @staticmethod
     def forward(ctx, q, k, v, prefix_k, prefix_v, own_bias, prefix_bias):

@@ -21,8 +21,7 @@ PARSING = threading.Lock()
 
 
 def number(node: ast.expr) -> int | float:
-    """The value of a tree of numbers, signs and + - * / //. Raises ValueError for anything else in it and for numbers
-    beyond LARGEST."""
+    """The value of a tree of numbers, signs and + - * / //. Raises ValueError for others, and beyond LARGEST."""
     match node:
         case ast.Constant(value=int() | float() as value):
             pass
@@ -83,8 +82,7 @@ class Calculator:
         self.waiting: dict[int, deque[int]] = {}  # row -> tokens still to be forced
 
     def __call__(self, rows: list[int], tokens: list[int]) -> dict[int, int]:
-        """The token that each of these rows must get next, for those that must. tokens: what each just got, sampled or
-        forced."""
+        """The token that each of these rows must get next, for those that must. tokens: what each just got."""
         for row, token in zip(rows, tokens, strict=True):
             if token == self.python_start:
                 self.written[row] = []

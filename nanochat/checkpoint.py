@@ -39,8 +39,7 @@ def save_atomic(obj, path: str) -> None:
 
 
 def load_file(path: str, mmap: bool = False):
-    """torch.load of tensors and plain containers only; with mmap, tensors stay in the file until they are read. Raises
-    BadInput when the file is absent, damaged or holds anything else."""
+    """torch.load of tensors and plain containers; with mmap, tensors stay in the file until read. Raises BadInput."""
     if not os.path.exists(path):
         raise BadInput(f"{path} is missing")
     try:
@@ -117,8 +116,8 @@ def find_step(stage: str, tag: str, step: int | None = None) -> int:
 
 
 def save_model(stage: str, tag: str, step: int, model: GPT | Decoder, meta: dict, state: dict | None = None) -> str:
-    """Writes a model and its meta; the meta goes last and makes the pair valid. state: whole tensors, for a model that
-    is sharded. -> the model's path. Raises CannotWrite."""
+    """Writes a model, and its meta, which makes the pair valid. state: whole tensors, of a model that is sharded. ->
+    its path. Raises CannotWrite."""
     path = path_of(stage, tag, f"model_{step:06d}.pt")
     save_atomic(model.state_dict() if state is None else state, path)
     save_meta(stage, tag, step, model, meta)
@@ -133,8 +132,7 @@ def save_meta(stage: str, tag: str, step: int, model: GPT | Decoder, meta: dict)
 
 def check_tokenizer(meta: dict, path: str) -> None:
     """Raises BadInput where a model was made with another tokenizer, whose mark stands in its meta, than the base
-    directory has now: it would read and write nonsense. Older metas, and a directory without one that can be read, do
-    not tell."""
+    directory has: it would read and write nonsense. Older metas, and a directory that has none, do not tell."""
     folder, before, now = path_of("tokenizer"), meta.get("tokenizer"), None
     with contextlib.suppress(BadInput, OSError):
         is_imported = os.path.exists(os.path.join(folder, "tokenizer.json"))
@@ -243,8 +241,7 @@ def check_loaded(model, path: str) -> None:
 
 
 def fingerprint(path: str) -> int:
-    """A number that tells a model file's weights from others': a checksum of the names, shapes and first values of all
-    tensors. Raises BadInput where the file holds no tensors."""
+    """A checksum of the names, shapes and first values of a model file's tensors, which tells them from others."""
     found = 0
     for name, tensor in sorted(load_state_dict(path).items()):
         first = tensor.flatten()[:256].float().tolist()
@@ -261,8 +258,7 @@ def load_state_dict(path: str) -> dict[str, torch.Tensor]:
 
 
 def check_state(state: dict, model, path: str) -> None:
-    """Raises BadInput for the first tensor of a state dict that is missing, of another shape than the model's, of
-    integers, or not one of its."""
+    """Raises BadInput for the first tensor that is missing, integer, of another shape, or none of the model's."""
     expected = {name: tuple(p.shape) for name, p in model.state_dict().items()}
     for name in sorted(expected.keys() | state.keys()):
         got = tuple(state[name].shape) if name in state else None
@@ -280,8 +276,7 @@ def restore_model(model, state: dict, path: str) -> None:
 
 
 def save_optimizer(stage: str, tag: str, step: int, state: dict, rank: int = 0) -> str:
-    """Writes an optimizer's state, of local_optimizer_state: rank 0's file stands for all ranks, unless the model is
-    sharded; then each writes its part. -> the file's path. Raises CannotWrite."""
+    """Writes local_optimizer_state, of a sharded model each rank's. -> the file's path. Raises CannotWrite."""
     path = path_of(stage, tag, f"optim_{step:06d}_rank{rank}.pt")
     save_atomic(state, path)
     return path
@@ -295,8 +290,7 @@ def load_optimizer(stage: str, tag: str, step: int, optimizer, rank: int = 0) ->
 
 
 def restore_optimizer(optimizer, saved: dict, path: str) -> None:
-    """Gives an optimizer a saved state. Raises BadInput where it was made for other parameters, or parts of another
-    size."""
+    """Gives an optimizer a saved state. Raises BadInput where it was made for other parameters, or as other parts."""
     ways = [group.get("fused") for group in optimizer.param_groups]  # how a step is made is not the state's to say
     try:
         optimizer.load_state_dict(with_shards(saved, optimizer))
@@ -364,8 +358,7 @@ def steps_started_from(stage: str, tags: list[str]) -> set[int]:
 
 @contextlib.contextmanager
 def saying_what_is_whole(steps: Callable[[], list[int]], how: str):
-    """Around what trains and saves: a CannotWrite also says which step is whole on the disk, and how to go on from
-    there. steps: gives those that are, ascending."""
+    """Around what trains and saves: a CannotWrite also says which step is whole, and how to go on from there."""
     try:
         yield
     except CannotWrite as error:

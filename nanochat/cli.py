@@ -87,8 +87,8 @@ def script_main(main, parser, argv: list[str] | None = None, is_shown: bool = Fa
 
 
 def check_one_copy(script: str) -> None:
-    """Raises BadInput where the script that Python was started with lies in one copy of the project and this package
-    comes from another, as for `torchrun scripts/tango_rl.py` in the environment of the folder that was copied."""
+    """Raises BadInput where the script that was started lies in one copy of the project and this package comes from
+    another, as for `torchrun scripts/tango_rl.py` in the environment of the folder that was copied."""
     root, package = os.path.dirname(os.path.dirname(os.path.realpath(script))), os.path.dirname(__file__)
     beside = os.path.join(root, "nanochat")
     if os.path.exists(os.path.join(beside, "common.py")) and not os.path.samefile(beside, package):
@@ -97,8 +97,7 @@ def check_one_copy(script: str) -> None:
 
 
 def check_ranks() -> None:
-    """Ends the process with one line and exit code 2 where the environment's numbers, which torchrun sets, are none or
-    do not go together."""
+    """Ends the process with a line and exit code 2 where the environment's numbers are none or do not go together."""
     if fault := fault_of_environment():
         setter = "" if "NANOCHAT" in fault else "torchrun sets it, or "
         print(f"error: the environment has {fault}; {setter}unset it", file=sys.stderr)
@@ -170,8 +169,7 @@ def check_finite(args) -> None:
 
 
 def complaints(key: str) -> int:
-    """Counts up a number that all ranks of this start share, from 0; 0 where there is nobody to ask. An empty key:
-    the number of all complaints, which is not counted up."""
+    """Counts up a number that all ranks of this start share, from 0; "" gives that of all. 0 without other ranks."""
     if rank_and_world()[1] == 1 or "MASTER_PORT" not in os.environ:
         return 0
     with contextlib.suppress(RuntimeError, ValueError, KeyError):
@@ -186,8 +184,7 @@ def complaints(key: str) -> int:
 
 
 def complain(line: str) -> None:
-    """Says what is wrong, once: of several ranks with the same complaint the first, and any rank that is alone with
-    its."""
+    """Says what is wrong, once: of several ranks with the same complaint the first."""
     if complaints(str(zlib.crc32(line.encode(errors="replace")))) == 0:
         print(line, file=sys.stderr, flush=True)
 

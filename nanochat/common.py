@@ -74,8 +74,7 @@ def print0(*args) -> None:
 
 
 def init_device(device_type: str) -> torch.device:
-    """The device of this rank ("" picks cuda, mps or cpu), and the process group when launched by torchrun. Raises
-    BadInput."""
+    """The device of this rank ("" picks the best), and the process group when launched by torchrun. Raises BadInput."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device_type == "":
         device_type = next(name for name, there in available.items() if there)
@@ -110,8 +109,7 @@ def stop_with_parent() -> None:
 
 
 def check_agent() -> None:
-    """Raises StopRequested where torchrun has ended before this rank, so that stop_with_parent came too late: the ranks
-    meet at torchrun's store, and would wait for it."""
+    """Raises StopRequested where torchrun, at whose store ranks meet, has ended too soon for stop_with_parent."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         try:
             socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
@@ -121,8 +119,7 @@ def check_agent() -> None:
 
 
 def hold_memory() -> None:
-    """How memory is held on a CPU, for glibc, PyTorch and oneDNN; before the first tensor and product there. A user's
-    own settings stand."""
+    """How memory is held on a CPU; before the first tensor and product there. A user's own settings stand."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # keeps what is freed: handing it back means 100K page faults in a step of 32 x 8 rows
         libc.mallopt(-3, 2 ** 30) or libc.mallopt(-3, 2 ** 25)  # M_MMAP_THRESHOLD; before glibc 2.35 at most 32 MiB
@@ -136,8 +133,7 @@ def hold_memory() -> None:
 
 
 def process_size() -> dict[str, float | int | None]:
-    """What this process holds now, as it is logged: resident memory in 10^9 bytes and open files. None where /proc does
-    not tell."""
+    """What this process holds: resident memory in 10^9 bytes, open files; None where /proc does not tell."""
     try:
         with open("/proc/self/statm") as f:
             num_pages = int(f.read().split()[1])
@@ -148,8 +144,7 @@ def process_size() -> dict[str, float | int | None]:
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
-    """dtype of products and activations: $NANOCHAT_DTYPE, else bfloat16 on GPUs that have it and float32 elsewhere.
-    Raises BadInput."""
+    """dtype of products and activations: $NANOCHAT_DTYPE, else bfloat16 on GPUs that have it. Raises BadInput."""
     name = os.environ.get("NANOCHAT_DTYPE", "")
     names = {"": None, "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16,
              "bf16": torch.bfloat16}
@@ -195,8 +190,7 @@ def gather_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 def mean_over_ranks(values: dict[str, list], device) -> dict[str, float | None]:
-    """The mean of each list of numbers over all ranks, None entries left out; None where nothing is left. One
-    collective; the ranks must have the same keys."""
+    """The mean of each list over all ranks, without None; None where nothing is left. All have the same keys."""
     kept = {name: [float(x) for x in numbers if x is not None] for name, numbers in values.items()}
     sums = torch.tensor([[sum(numbers), len(numbers)] for numbers in kept.values()], dtype=wide_dtype(device),
                         device=device)
@@ -225,8 +219,8 @@ def on_all_ranks(make: Callable, device):
 
 
 def in_threads(function, *columns: list, should_stop=lambda: False) -> list:
-    """function(*row) of every row of these columns, in order, in a few threads: for what waits for other processes.
-    should_stop: whether the rest is left out, as None."""
+    """function(*row) of every row of these columns, in order, in threads: for what waits for other processes. Once
+    should_stop(), the rest is None."""
     rows = list(zip(*columns, strict=True))
     with ThreadPoolExecutor(NUM_WAITING) as threads:
         return list(threads.map(lambda row: None if should_stop() else function(*row), rows))

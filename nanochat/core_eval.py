@@ -47,8 +47,7 @@ class CoreTask:
 # Files
 
 def load_core(folder: str) -> list[CoreTask]:
-    """The tasks of folder/core.yaml in its order, with folder/eval_data and folder/eval_meta_data.csv. Raises BadInput
-    for anything malformed."""
+    """The tasks of folder/core.yaml, with folder/eval_data and folder/eval_meta_data.csv. Raises BadInput."""
     import yaml
     path, baselines = os.path.join(folder, "core.yaml"), read_baselines(os.path.join(folder, "eval_meta_data.csv"))
     try:
@@ -72,8 +71,7 @@ def read_baselines(path: str) -> dict[str, float]:
 
 
 def read_task(folder: str, entry: dict, baselines: dict[str, float]) -> CoreTask:
-    """An entry of the list in core.yaml, with its examples. Raises KeyError, TypeError or ValueError, of its examples
-    BadInput."""
+    """An entry of core.yaml's list, with its examples. Raises KeyError, TypeError or ValueError."""
     label, kind, (shots, *_) = entry["label"], entry["icl_task_type"], entry["num_fewshot"]
     delimiter = entry.get("continuation_delimiter", " ")
     if kind not in list(KINDS) or type(shots) is not int or shots < 0 or not isinstance(delimiter, str):
@@ -196,8 +194,7 @@ def is_right(task: CoreTask, item: dict, scores: list[tuple[float, bool]]) -> bo
 
 
 def micro_batches(examples: list[tuple[int, list]], max_tokens: int) -> list[list[tuple[int, list]]]:
-    """(index, rows) pairs sorted by length, cut into batches of at most max_tokens tokens, padding included; an example
-    stays whole."""
+    """(index, rows) pairs by length, cut into batches of at most max_tokens tokens, padding included."""
     longest = lambda rows: max(len(ids) for ids, _ in rows)
     batches, num_rows = [], 0
     for index, rows in sorted(examples, key=lambda example: longest(example[1])):
@@ -214,8 +211,7 @@ def evaluate_core_task(model, tokenizer, task: CoreTask, max_examples: int = -1,
     """Accuracy of a model on a task, and how many of its examples have a row longer than the model's context.
 
     max_examples: so many, chosen by a fixed shuffle, shots among them; below 1 all. Ranks take examples in turn and get
-    the same result. max_tokens: what goes through the model at once. Long rows are run as they are, not cut. Raises
-    BadInput when shots cannot be drawn.
+    the same result. max_tokens: that go through the model at once. Long rows are not cut. Raises BadInput.
     """
     items = list(task.items)
     random.Random(1337).shuffle(items)

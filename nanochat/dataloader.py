@@ -31,8 +31,7 @@ HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::(\w+))?")  # owner/name, and a spli
 
 
 def find_files(sources: list[str]) -> list[str]:
-    """The files that paths, folders (all known files in them) and patterns name, in order. Raises BadInput for one that
-    names none, and for files of several formats."""
+    """The files that paths, folders (all known files in them) and patterns name, in order. Raises BadInput."""
     files = []
     for source in sources:
         path = glob.escape(source) if os.path.exists(source) else source  # a name may look like a pattern
@@ -66,7 +65,7 @@ def mark_of(file: str) -> list[int]:
 
 def check_same_files(before: dict[str, list[int]], now: dict[str, list[int]], what: str) -> None:
     """Raises BadInput where text is not what training was begun with, wherever its files are now. before, now:
-    mark_files, of which older ones have sizes alone; what: was begun."""
+    mark_files, of which older ones have sizes alone."""
     as_list = lambda mark: mark if isinstance(mark, list) else [mark]
     before, now = ([(os.path.basename(file), as_list(mark)) for file, mark in marks.items()] for marks in (before, now))
     for (file, was), (name, mark) in zip_longest(before, now, fillvalue=("", [])):
@@ -83,8 +82,7 @@ def is_hub_name(sources: list[str]) -> bool:
 
 @contextlib.contextmanager
 def reading(sources: list[str], where: str = ""):
-    """Around what `datasets` does: it raises many types for files that are damaged and names that are not there. Raises
-    BadInput."""
+    """Around what `datasets` does, which raises many types for what is damaged or not there. Raises BadInput."""
     try:
         yield
     except Exception as error:
@@ -119,8 +117,7 @@ def open_rows(sources: list[str]):
 
 
 class Documents:
-    """An endless stream of texts from `sources`, of which every rank reads its own share; an epoch counts each pass. A
-    .txt file is one document."""
+    """An endless stream of texts, of which every rank reads its share; an epoch is a pass, a .txt file one document."""
 
     def __init__(self, sources: list[str], rank: int = 0, world: int = 1):
         self.sources, self.rank, self.world, self.epoch = sources, rank, world, 0
@@ -252,11 +249,8 @@ class PackedBatches:
 
 
 def pack_whole(examples: list[tuple[list[int], list[int]]], width: int, pad: int) -> list[tuple[list[int], list[int]]]:
-    """Rows of exactly `width` tokens, of whole examples (ids and loss mask) packed by best fit; what is left of a row
-    is `pad`, not trained.
-
-    No example may be longer than width.
-    """
+    """Rows of exactly `width` tokens, of whole examples (ids, loss mask), none longer, packed by best fit; the rest of
+    a row is `pad`, not trained."""
     shelf, rows = Shelf(), []
     for example in examples:
         shelf.add(len(example[0]), example)
@@ -270,8 +264,8 @@ def pack_whole(examples: list[tuple[list[int], list[int]]], width: int, pad: int
 
 
 def length_batches(examples: list, max_tokens: int, tokens_per_batch: int = 2 ** 20) -> list[list]:
-    """The examples sorted by length and cut into micro-batches of at most max_tokens tokens, padding included, so that
-    all padding and what the micro-batches themselves cost, each as much as tokens_per_batch tokens, is least."""
+    """The examples by length, cut into micro-batches of at most max_tokens tokens, padding included, so that padding
+    and what the micro-batches cost, each as much as tokens_per_batch tokens, is least."""
     examples = sorted(examples, key=lambda example: len(example[0]))
     costs, starts = [0], [0]  # of the first n examples: the least cost, and where its last micro-batch starts
     for end, (ids, *_) in enumerate(examples, 1):

@@ -94,8 +94,7 @@ class DecodeCache:
         return y[:, :, None, :, None]
 
     def spec(self, layer: int, window: int, group: int) -> "_DecodeSpec":
-        """What kernels read of this layer's cache, without the new token's queries, keys and values. group: queries
-        per key."""
+        """What kernels read of this layer's cache, without new tokens. group: queries per key."""
         (_, heads, capacity, D), Tp = self.k[layer].shape, self.prefix_v[layer].shape[2]
         addresses = [x.data_ptr() for x in (self.k[layer], self.v[layer], self.prefix_k[layer], self.prefix_v[layer],
                                             self.places, self.lengths, self.slots, self.prefix_lengths)]

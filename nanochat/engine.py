@@ -57,8 +57,7 @@ def row_key(*parts) -> int:
 
 
 def uniform_noise(keys: torch.Tensor, position: torch.Tensor | int) -> torch.Tensor:
-    """One uniform number in [0, 1) per row, a hash (splitmix64) of its key and the position. keys (B,) int64 ->
-    (B,)."""
+    """A number in [0, 1) per row, a hash (splitmix64) of its key (B,) int64 and the position. -> (B,)"""
     position = torch.as_tensor(position, device=keys.device)
     if keys.device.type == "cpu" and cpu.library() is not None:
         noise = torch.empty(len(keys), dtype=torch.float64)
@@ -139,8 +138,7 @@ def _draw_kernel(z, keys, position, top_k: int, *, vocab_size: int, softcap: flo
 
 
 def _first_above(cumulative, target):
-    """The first column above the target, the one that reaches the total where rounding leaves none. (B, n), (B, 1) ->
-    (B, 1)."""
+    """The first column (B, 1) above the target (B, 1), or that reaches the total where rounding leaves none."""
     last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)
     return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
 
@@ -272,8 +270,8 @@ class Decoding:
         row[places] = torch.where(waits, rows, row[places])
 
     def draw_next(self, hidden: torch.Tensor, places: torch.Tensor, rows: torch.Tensor, t: torch.Tensor) -> None:
-        """Draws the next token of the rows in these places, which have t (n,) already, and writes it down. hidden (n,
-        C). A row that ends leaves N in its place."""
+        """Draws and writes down the next token of the rows in these places, which have t (n,). hidden (n, C). A row
+        that ends leaves N in its place."""
         new, self.logprobs[rows, t] = pick_after(self.model, hidden, self.keys[rows], t, self.temperature, self.top_k)
         if self.queue:
             new, self.forced[rows, t] = self.queue.force(places, new)
@@ -351,8 +349,8 @@ def uses_graphs(device) -> bool:
 
 
 class Graphs:
-    """A step on CUDA: for each size of a batch it runs once as it is, then is captured as a CUDA graph and replayed, so
-    that its thousand launches cost one. The graphs share one pool of memory."""
+    """A step on CUDA, whose thousand launches cost one: for each size of a batch it runs once as it is, then is
+    captured as a CUDA graph and replayed. The graphs share one pool of memory."""
 
     def __init__(self, step: Callable):
         self.step, self.pool = step, None

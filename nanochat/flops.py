@@ -19,8 +19,7 @@ PEAK_FLOPS = {"GB200": 2.5e15, "B200": 2.25e15, "H200 NVL": 835e12, "H200": 989e
 
 
 def matrix_parameters(model) -> int:
-    """Weights that multiply every token: the blocks' matrices and the LM head. Embeddings are looked up. (The scaling
-    parameters of nanochat.)"""
+    """Weights that multiply every token (nanochat's scaling parameters): the blocks' matrices and the LM head."""
     looked_up = ("transformer.wte", "value_embeds", "model.embed_tokens")
     tied = model.lm_head.weight.numel() if getattr(model.config, "tied", False) else 0
     return tied + sum(p.numel() for name, p in model.named_parameters()
@@ -114,8 +113,7 @@ def seconds_of(action, device) -> float:
 
 
 def machine_speed(device, dtype) -> tuple[float, float]:
-    """FLOP/s of a large matrix product and bytes/s (read and written) of a large copy, of all ranks, which run them
-    together."""
+    """FLOP/s of a large product and bytes/s (read and written) of a large copy, of all ranks together."""
     size, length = (8192, 2 ** 30) if device.type == "cuda" else (1536, 2 ** 26)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     source = torch.zeros(length, device=device, dtype=torch.uint8)

@@ -146,8 +146,7 @@ class Attention(nn.Module):
         return split_heads(qkv, cos_sin, gate, value_embedding, QK_SCALE, units, self.n_head, self.n_kv_head)
 
     def read(self, q, k, v, mask, cache, prefix, ends):
-        """What attention reads for each token, or for each row's last one alone (ends), before the output projection.
-        -> (B, T or 1, C)"""
+        """What attention reads for each token, or each row's last one (ends): before the projection (B, T or 1, C)."""
         shared = () if prefix is None else (prefix.k[self.layer].squeeze(2), prefix.v[self.layer].squeeze(2))
         y = attend_all(self.layer, cache, q, k, v, mask, shared, ends)          # (U, Hkv, R, group, T, D)
         U, Hkv, R, group, T, D = y.shape
@@ -208,8 +207,7 @@ class Block(nn.Module):
 
 
 class ForwardPass:
-    """A pass of tokens through a GPT, block by block, with trunk's arguments. The cache's positions and length are set
-    as soon as it begins."""
+    """A pass of tokens through a GPT, block by block, with trunk's arguments. Caches get positions and length first."""
 
     def __init__(self, model: "GPT", ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None,
                  last_only: bool, kept: torch.Tensor | None = None):
@@ -315,8 +313,7 @@ class GPT(nn.Module):
         return self.transformer.h
 
     def _window(self, layer: int) -> int:
-        """How many tokens back layer `layer` sees: L all, S a quarter of the context (rounded up to 128); the last is
-        L."""
+        """How many tokens back a layer sees: L all, S a quarter of the context (rounded up to 128); the last is L."""
         pattern, length = self.config.window_pattern.upper(), self.config.sequence_len
         short = pattern[layer % len(pattern)] == "S" and layer < self.config.n_layer - 1
         return -(-length // 512) * 128 if short else length

@@ -108,17 +108,13 @@ def adamw(parameters, lr: float, weight_decay: float = 0.0) -> torch.optim.Optim
 
 
 def one_pass(parameters: list) -> bool | None:
-    """Whether AdamW makes its step in one pass over memory: on CPU, as PyTorch does not choose it there itself. None
-    leaves the choice to PyTorch. One pass needs gradients of their parameters' layout, as autograd makes them, and does
-    not check it."""
+    """Whether AdamW makes its step in one pass over memory: on CPU, where PyTorch does not choose it itself (None: it
+    chooses). It needs gradients of their parameters' layout, as autograd makes them, unchecked."""
     return True if all(p.device.type == "cpu" for p in parameters) else None
 
 
 def muon_adamw(model, matrix_lr: float, embedding_lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the blocks' matrices, AdamW for embeddings, head, gates and scalars; for SFT, also from scratch.
-
-    Parameters that do not require a gradient are left out.
-    """
+    """For SFT, of what takes a gradient: Muon for the blocks' matrices, AdamW for the rest."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = [p for name, p in trained.items() if ".c_" in name]
     rest = [p for name, p in trained.items() if ".c_" not in name]
@@ -151,10 +147,7 @@ def pretraining_optimizers(model, matrix_lr: float, embedding_lr: float, unembed
 def optimize(optimizers: list[torch.optim.Optimizer], parameters: list[torch.nn.Parameter], lr_factor: float,
              max_grad_norm: float) -> float:
     """One step of all optimizers on gradients summed over ranks, clipped, at the initial learning rates times
-    lr_factor.
-
-    -> the gradient's norm; where that is not finite no rank steps.
-    """
+    lr_factor. -> the gradient's norm; where that is not finite no rank steps."""
     all_reduce_gradients(parameters)
     grad_norm = clip_gradients(parameters, max_grad_norm)
     for optimizer in optimizers:
@@ -167,8 +160,7 @@ def optimize(optimizers: list[torch.optim.Optimizer], parameters: list[torch.nn.
 
 
 def warmup_warmdown(step: int, num_steps: int, warmup_steps: int, warmdown: float, final: float) -> float:
-    """Learning-rate factor: linear up over warmup_steps, 1, then linear down to `final` over the last `warmdown` share
-    of the steps."""
+    """Learning-rate factor: linear up over warmup_steps, 1, linear down to `final` over the last `warmdown` share."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     left = (num_steps - step) / max(1, round(warmdown * num_steps))
@@ -198,7 +190,6 @@ def all_reduce_gradients(parameters: list[torch.nn.Parameter]) -> None:
 
 
 def clip_gradients(parameters: list[torch.nn.Parameter], max_norm: float) -> float:
-    """The gradient's norm (not finite if any entry is not); scales gradients down to `max_norm` if larger. 0 = no
-    clipping."""
+    """The gradient's norm (not finite if an entry is not), scaled down to max_norm if larger. 0 = no clipping."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm if max_norm > 0 else math.inf)
     return float(norm.full_tensor() if is_sharded(norm) else norm)

@@ -32,8 +32,7 @@ class Search:
         return [token for token in range(self.tokenizer.vocab_size) if last in self.tokenizer.token_bytes(token)]
 
     def __call__(self, rows: list[int], tokens: list[int]) -> dict[int, int]:
-        """The token that each of these rows must get next, for those that must. tokens: what each just got, sampled or
-        forced."""
+        """The token that each of these rows must get next, for those that must. tokens: what each just got."""
         for row, token in zip(rows, tokens, strict=True):
             if self.waiting.get(row):
                 self.waiting[row].popleft()

@@ -49,8 +49,7 @@ class Slots:
         return 0 < enough <= len(self.free_places) and (self.open_slot is not None or len(self.free_slots) > 0)
 
     def fill(self) -> tuple[list[int], list[int], list[int], list[tuple[int, int]]]:
-        """Slots as many rows as can be. -> the rows, their places, their slots; the prompts that are new, each with its
-        slot"""
+        """Slots as many rows as can be. -> the rows, their places, their slots; new prompts, each with its slot"""
         rows, places, slots, new = [], [], [], []
         while self.waiting and self.free_places and (self.open_slot is not None or self.free_slots):
             prompt, left = self.waiting.popleft()

@@ -24,8 +24,7 @@ MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # bytes without merges
 
 
 class _EncodingState:
-    """Stands in for tiktoken.Encoding while unpickling: holds its state, runs nothing (a bare name would make tiktoken
-    download)."""
+    """Stands in for tiktoken.Encoding while unpickling: holds its state, runs nothing, downloads nothing."""
 
     def __setstate__(self, state):
         self.state = state
@@ -41,8 +40,7 @@ class _EncodingUnpickler(pickle.Unpickler):
 
 
 def check_encoding(ranks: dict[bytes, int], specials: dict[str, int]) -> None:
-    """Raises ValueError unless ids are 0..V-1 without gaps, every byte has one, and the nine special tokens take the
-    last."""
+    """Raises ValueError unless ids are 0..V-1, every byte has one, and the nine special tokens take the last."""
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError("token ids are not 0, 1, 2, ...")
     if not all(bytes([i]) in ranks for i in range(256)):
@@ -64,8 +62,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterator[str], vocab_size: int) -> "Tokenizer":
-        """A tokenizer of `vocab_size` ids, specials included; MIN_VOCAB_SIZE is bytes without merges. Raises BadInput
-        where the text gives fewer."""
+        """A tokenizer of so many ids; MIN_VOCAB_SIZE is bytes alone. Raises BadInput where the text gives fewer."""
         ranks = {bytes([i]): i for i in range(256)}
         if vocab_size > MIN_VOCAB_SIZE:
             import rustbpe
@@ -95,8 +92,7 @@ class Tokenizer:
                 raise BadInput(f"{path} is not a tokenizer: {error}") from None
 
     def save(self, folder: str) -> None:
-        """Writes tokenizer.pkl and token_bytes.pt (int32 (V,): bytes per token, 0 for specials) into `folder`. Raises
-        CannotWrite."""
+        """Writes tokenizer.pkl and token_bytes.pt (num_bytes) into a folder. Raises CannotWrite."""
         make_folder(folder)
         with (whole_file(os.path.join(folder, "tokenizer.pkl"), "wb") as encoding,
               whole_file(os.path.join(folder, "token_bytes.pt"), "wb") as sizes):

@@ -15,8 +15,7 @@ from nanochat.common import Diverged, all_reduce
 
 def allocate(kind, config, compute_dtype: torch.dtype, device, dtype: torch.dtype = torch.float32,
              sharded: bool = False):
-    """A model of class `kind` with parameters of `dtype` that hold nothing yet; sharded: this rank's part of each alone
-    (needs a process group)."""
+    """A model of class `kind` with parameters of `dtype` that hold nothing yet; sharded: this rank's part alone."""
     with torch.device("meta"):
         model = kind(config, compute_dtype).to(dtype)
     if sharded:
@@ -44,8 +43,7 @@ def shard(model, device_type: str) -> None:
 
 
 def is_sharded(x) -> bool:
-    """Whether a model, or a parameter, is sharded. Known by FSDP2's methods: importing its classes takes a second,
-    which others need not wait."""
+    """Whether a model or parameter is sharded, by FSDP2's methods: importing its classes takes a second."""
     return hasattr(x, "reshard") or hasattr(x, "full_tensor")
 
 
@@ -156,8 +154,7 @@ def local_optimizer_state(optimizer, to_host: Callable = torch.Tensor.cpu) -> di
 
 
 def with_shards(saved: dict, optimizer) -> dict:
-    """The inverse of local_optimizer_state: a state dict for `optimizer`. Raises ValueError when a part is not of the
-    shape of this rank's."""
+    """The inverse of local_optimizer_state. Raises ValueError when a part is not of the shape of this rank's."""
     if not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
         return saved
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -178,8 +175,7 @@ def as_part_of(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def not_finite(model) -> str | None:
-    """The name of the first parameter that holds a number that is infinite or none, of a sharded model in this rank's
-    part; None where there is none."""
+    """The name of the first parameter, in this rank's part, that holds a number that is not finite; or None."""
     for name, p in model.named_parameters():
         part = p.to_local() if is_sharded(p) else p
         if part.numel() and not torch.stack(part.aminmax()).isfinite().all():  # both are NaN where any number is
@@ -188,8 +184,7 @@ def not_finite(model) -> str | None:
 
 
 def check_weights(model, name: str) -> None:
-    """Raises Diverged on all ranks where a model has weights that are not finite on any of them: they are neither saved
-    nor evaluated. A collective."""
+    """Raises Diverged on all ranks where a model has weights that are not finite on any. A collective."""
     found = not_finite(model)
     flag = torch.tensor(int(found is not None), device=model.lm_head.weight.device)
     if all_reduce(flag, "max").item():

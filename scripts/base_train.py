@@ -98,8 +98,7 @@ def reference_weights(args, vocab_size: int) -> int:
 
 
 def apply_rules(args, model, world: int) -> dict:
-    """What follows from --depth: steps, batch size, and the factors on learning rates and weight decay. Raises
-    BadInput.
+    """What follows from --depth: steps, batch size, factors on learning rates and weight decay. Raises BadInput.
 
     Tokens D = ratio * weights; batch size B ~ D^0.383 (Power Lines, arXiv 2505.13738), rounded to a power of 2;
     learning rates ~ sqrt(B); weight decay so that B / (lr * decay * D) stays what it is at the reference (arXiv
@@ -225,8 +224,7 @@ class Pretraining:
 
 
 def train_step(t: Pretraining, trunk) -> tuple[float, float, float]:
-    """One optimizer step on `rows` rows per rank. -> mean loss per token over all ranks, gradient norm, learning-rate
-    factor."""
+    """One optimizer step. -> mean loss per token over all ranks, gradient norm, learning-rate factor."""
     args, rules, step, device = t.args, t.rules, t.state["step"], t.run.device
     loss, num_tokens = torch.zeros((), device=device), float(rules["batch"])
     rows = on_all_ranks(t.batches.next_batch, device)

@@ -171,8 +171,7 @@ class Training:
 
 
 def train_step(t: Training, examples: list) -> tuple[float, float, float]:
-    """One optimizer step on this rank's examples. -> mean loss per trained token over all ranks, gradient norm, number
-    of trained tokens."""
+    """One optimizer step on this rank's examples. -> mean loss per trained token, gradient norm, trained tokens."""
     args, model, device = t.args, t.model, t.run.device
     num_tokens = all_reduce(torch.tensor(float(sum(sum(mask) for _, mask in examples)), device=device)).item()
     loss = torch.zeros((), device=device)
@@ -251,8 +250,8 @@ def resolve_tags(args) -> str:
 
 
 def judged_tag(args) -> tuple[str, int | None] | None:
-    """Tag and step of the SFT generator whose solutions the verifier learns to judge; step None = the last. None where
-    there is none: corrupted solutions alone are judged then."""
+    """Tag and step (None = the last) of the SFT generator whose solutions the verifier learns to judge; None where
+    corrupted solutions alone are judged."""
     if args.role == "verifier":
         return args.model_tag, None
     if args.role == "both" and args.from_stage == "sft":

@@ -118,8 +118,7 @@ def takes_c(z, *tokens) -> bool:
 
 
 def policy_rows_in_c(spec: RowLoss, z, targets, *vectors) -> None:
-    """vectors: advantages, weights, old and ref logprobs, each (R,) or None, and what is written: losses, logprobs,
-    entropies."""
+    """vectors (R,) or None: advantages, weights, old and ref logprobs; written: losses, logprobs, entropies."""
     cpu.call("policy_rows", ctypes.byref(spec), z, z.stride(0), *z.shape, targets, *vectors)
 
 
@@ -127,8 +126,7 @@ def policy_rows_in_c(spec: RowLoss, z, targets, *vectors) -> None:
 
 @jit
 def logit_and_slope(z, softcap, temperature, HAS_SOFTCAP: tl.constexpr):
-    """The logit u = softcap * tanh(z / softcap) / temperature and du/dz; tanh from exp(-2|x|), which cannot
-    overflow."""
+    """The logit u = softcap * tanh(z / softcap) / temperature, and du/dz; exp(-2|x|) cannot overflow."""
     inverse_temperature = 1.0 / temperature
     u = z * inverse_temperature
     slope = inverse_temperature

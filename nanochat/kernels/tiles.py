@@ -25,8 +25,7 @@ def has_tiles() -> bool:
 
 @functools.cache
 def asked_for_tiles() -> int:
-    """What has_tiles of cpu_tiles.c says: -1 where the kernels have tiles and Linux does not grant them. It is asked
-    before threads start."""
+    """has_tiles of cpu_tiles.c, before threads start; -1: the kernels have tiles, Linux does not grant them."""
     return -1 if cpu.library() is None else cpu.library().has_tiles(1)
 
 
@@ -121,8 +120,7 @@ class NarrowMatrix:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T, with operands rounded to bf16, also in the backward pass. x (..., k) fp32, weight (n, k) fp32 or
-    bf16 -> (..., n) fp32."""
+    """x (..., k) @ weight.T, operands rounded to bf16, also in the backward pass; weight (n, k) fp32 or bf16."""
     return run(_Linear, x, weight)
 
 

@@ -42,8 +42,7 @@ def path_of(kind: str, *names: str) -> str:
 
 @contextlib.contextmanager
 def whole_file(path: str, mode: str = "w"):
-    """Opens a file to be written whole or not at all: it has another name until the block ends and it is on the disk.
-    Text is UTF-8. Raises CannotWrite."""
+    """Opens a file (text: UTF-8) that has another name until it is written and on the disk. Raises CannotWrite."""
     with writing(path), open_alone(path + ".tmp", mode) as f:
         try:
             yield f
@@ -57,8 +56,7 @@ def whole_file(path: str, mode: str = "w"):
 
 
 def open_alone(path: str, mode: str):
-    """An empty file, which no other process writes to while it is open. What a killed process left there is
-    overwritten. Raises CannotWrite."""
+    """An empty file that no other process writes to, whatever a killed one left there. Raises CannotWrite."""
     f = open(path, mode, encoding=None if "b" in mode else "utf-8",
              opener=lambda name, flags: os.open(name, flags & ~os.O_TRUNC, 0o666))
     if not is_alone(f.fileno(), path):
@@ -69,8 +67,7 @@ def open_alone(path: str, mode: str):
 
 
 def is_alone(descriptor: int, path: str) -> bool:
-    """Whether this process has now locked an open file or folder, and it still has this name. True where the file
-    system has no locks."""
+    """Whether this process has now locked an open file or folder of this name; True where there are no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
@@ -122,8 +119,7 @@ def read_text(path: str) -> str:
 
 
 def read_records(path: str) -> list[tuple[str, dict]]:
-    """The lines of a run's file of records, each with its record. A last line that was not written to its end is none.
-    Raises BadInput for a line that is no record."""
+    """The lines of a file of records, each with its record; a last one that was cut is none. Raises BadInput."""
     found = []
     with open(path, "rb") as f:
         for number, line in enumerate((line for line in f if line.endswith(b"\n")), 1):
@@ -153,8 +149,7 @@ def check_writable(path: str) -> None:
 
 
 def quiet_datasets():
-    """The `datasets` library, without progress bars and without its calls home, which make opening local files wait for
-    a network."""
+    """The `datasets` library without progress bars and calls home, for which opening local files would wait."""
     import datasets
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     # what fails is raised too, and told in one line

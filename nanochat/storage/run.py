@@ -76,16 +76,15 @@ class Run:
                 self.add_events([record])
 
     def keep_lock(self) -> None:
-        """Takes the run's lock again where its file was removed, which lets another process in. Raises BadInput where
-        one has it by now."""
+        """Takes the run's lock again where its file was removed. Raises BadInput where another process has it by
+        now."""
         path = os.path.join(self.folder, "lock")
         is_there = os.path.exists(path) and self.lock and os.path.samestat(os.stat(path), os.fstat(self.lock.fileno()))
         if self.lock and not is_there and os.path.isdir(self.folder):
             self.lock = lock_run(self.folder)
 
     def tell_wandb(self, what: str, *args, **options) -> None:
-        """Calls a method of wandb's run. One that fails is told, and wandb is left alone from then on: metrics.jsonl
-        has it all."""
+        """Calls a method of wandb's run. One that fails is told, and was the last: metrics.jsonl has it all."""
         try:
             getattr(self.wandb, what)(*args, **options)
         except Exception as error:  # of many types: its process was killed, its disk is full
@@ -178,8 +177,7 @@ def summary_writer():
 
 
 def choose_run_name(name: str) -> str:
-    """The run's name: for "dummy" the first dummy-<n> that no run and no model has. Raises BadInput for one that is no
-    folder name."""
+    """The run's name: for "dummy" the first dummy-<n> that no run and no model has. Raises BadInput."""
     check_name("--run", name)
     if name != "dummy":
         return name
@@ -218,8 +216,7 @@ def uses_wandb(run_name: str) -> bool:
 
 
 def lock_run(folder: str):
-    """Takes a run's lock, held while the returned file is open. Raises BadInput when another process has it,
-    CannotWrite."""
+    """Takes a run's lock, held while the file is open. Raises BadInput when another process has it, CannotWrite."""
     path = os.path.join(folder, "lock")
     with writing(path):
         lock = open(path, "w")

@@ -44,8 +44,7 @@ class Writer:
 
     @contextlib.contextmanager
     def saving(self):
-        """Around the main thread's part of a save: waits for the set before, and counts for how long training stands
-        still. A collective."""
+        """Around the main thread's part of a save: waits for the set before; counts the time. A collective."""
         started = time.time()
         self.finish()
         waited = self.record["timing_s/save_wait"] = time.time() - started
