@@ -6,7 +6,6 @@ Rows come as U units of R rows; the rows of a unit continue one prefix (a prompt
 columns stand at consecutive positions, so that one causal mask serves all rows. Only prefixes are ragged: padding
 after a short one stands at PADDING_POSITION, where no query looks.
 """
-import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -203,21 +202,14 @@ class _Attend(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None, grad_prefix_k, grad_prefix_v, None
 
 
-class _Spec(ctypes.Structure):
-    """`Attention` of cpu_attention.c."""
-    _fields_ = ([(name, ctypes.c_void_p)
-                 for name in ("q", "k", "v", "prefix_k", "prefix_v", "own_bias", "prefix_bias")]
-                + [(name, ctypes.c_long) for name in ("U", "H", "R", "G", "T", "Tk", "Tp", "D", "prefix_bias_rows")]
-                + [("q_strides", ctypes.c_long * 5), ("k_strides", ctypes.c_long * 4)])
-
-
-def _spec(q, k, v, prefix_k, prefix_v, own_bias, prefix_bias) -> _Spec:
-    """The struct of tensors that are laid out as the kernels want them. The caller keeps them alive."""
+def _spec(q, k, v, prefix_k, prefix_v, own_bias, prefix_bias):
+    """`Attention` of cpu_attention.c, of tensors laid out as kernels want them. The caller keeps them alive."""
     tensors = (q, k, v, prefix_k, prefix_v, own_bias, prefix_bias)
     assert all(x is None or x.dtype == torch.float32 for x in tensors)
     addresses = (None if x is None else x.data_ptr() for x in tensors)
     Tp, bias_rows = 0 if prefix_k is None else prefix_k.shape[2], 1 if prefix_bias is None else prefix_bias.shape[1]
-    return _Spec(*addresses, *q.shape[:5], k.shape[3], Tp, q.shape[5], bias_rows, q.stride()[:5], k.stride()[:4])
+    return cpu.struct("Attention", *addresses, *q.shape[:5], k.shape[3], Tp, q.shape[5], bias_rows, q.stride()[:5],
+                      k.stride()[:4])
 
 
 def _dense(q):
@@ -237,7 +229,7 @@ class _AttendKernel(torch.autograd.Function):
     def forward(ctx, q, k, v, prefix_k, prefix_v, own_bias, prefix_bias):
         q, (k, v), shared = _dense(q), _like_each_other(k, v), contiguous(prefix_k, prefix_v, own_bias, prefix_bias)
         y, lse = torch.empty_like(q), q.new_empty(q.shape[:5])
-        cpu.call("attend_forward", ctypes.byref(_spec(q, k, v, *shared)), y, lse)
+        cpu.call("attend_forward", _spec(q, k, v, *shared), y, lse)
         ctx.save_for_backward(q, k, v, *shared, y, lse)
         return y
 
@@ -248,7 +240,7 @@ class _AttendKernel(torch.autograd.Function):
         if grad.stride() != q.stride():
             grad = torch.empty_like(q).copy_(grad)
         grads = [torch.empty_like(q), *(None if x is None else x.new_empty(x.shape) for x in (k, v, *shared[:2]))]
-        cpu.call("attend_backward", ctypes.byref(_spec(q, k, v, *shared)), y, lse, grad, *grads)
+        cpu.call("attend_backward", _spec(q, k, v, *shared), y, lse, grad, *grads)
         return *grads, None, None
 
 

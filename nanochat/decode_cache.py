@@ -84,7 +84,7 @@ class DecodeCache:
             assert k.stride() == v.stride() and q.stride(3) == k.stride(2) == 1
             spec.q, spec.new_k, spec.new_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
             spec.q_row, spec.q_head, spec.q_group, spec.kv_row, spec.kv_head = *q.stride()[:3], *k.stride()[:2]
-            cpu.call("decode", ctypes.byref(spec), y)
+            cpu.call("decode", spec, y)
             return y[:, :, None, :, None]
         columns = self.lengths[self.places] - 1
         self.k[layer][self.places, :, columns], self.v[layer][self.places, :, columns] = k, v
@@ -93,22 +93,10 @@ class DecodeCache:
                      self.prefix_v[layer], self.prefix_lengths, self.slots, window)
         return y[:, :, None, :, None]
 
-    def spec(self, layer: int, window: int, group: int) -> "_DecodeSpec":
+    def spec(self, layer: int, window: int, group: int) -> ctypes.Structure:
         """What kernels read of this layer's cache, without new tokens. group: queries per key."""
         (_, heads, capacity, D), Tp = self.k[layer].shape, self.prefix_v[layer].shape[2]
         addresses = [x.data_ptr() for x in (self.k[layer], self.v[layer], self.prefix_k[layer], self.prefix_v[layer],
                                             self.places, self.lengths, self.slots, self.prefix_lengths)]
-        return _DecodeSpec(None, None, None, *addresses, len(self.places), heads, group, D, capacity, Tp,
-                           self.transposed, window)
-
-
-def struct_fields(pointers: str, numbers: str) -> list[tuple]:
-    """Of a struct in C: its pointers, and then its longs, by name."""
-    return ([(name, ctypes.c_void_p) for name in pointers.split()]
-            + [(name, ctypes.c_long) for name in numbers.split()])
-
-
-class _DecodeSpec(ctypes.Structure):
-    """`Decoding` of cpu_decode.c."""
-    _fields_ = struct_fields("q new_k new_v k v prefix_k prefix_v places lengths slots prefix_lengths",
-                             "n H G D capacity Tp transposed window q_row q_head q_group kv_row kv_head")
+        return cpu.struct("Decoding", None, None, None, *addresses, len(self.places), heads, group, D, capacity, Tp,
+                          self.transposed, window)

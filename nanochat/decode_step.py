@@ -2,13 +2,11 @@
 A trunk for one token of each row, by one kernel on CPU: there, calls of small operations take longer than their
 arithmetic. Operation by operation it is gpt.GPT.trunk and hf.decoder.Decoder.trunk.
 """
-import ctypes
 
 import torch
 
-from nanochat.decode_cache import DecodeCache, struct_fields
+from nanochat.decode_cache import DecodeCache
 from nanochat.kernels import cpu
-from nanochat.kernels.ops import Heads
 from nanochat.kernels.tiles import rounded
 
 
@@ -29,8 +27,8 @@ class Step:
         assert ids.dtype == positions.dtype == torch.long and cache.k[0].data_ptr() == self.layers[0].k
         out, spec = torch.empty(n, 1, self.trunk.C), cache.spec(0, self.window, self.heads.Hq // self.heads.Hkv)
         self.heads.U = n
-        cpu.call(self.kernel, ctypes.byref(self.heads), ctypes.byref(self.trunk), self.layers, ctypes.byref(spec),
-                 ids.contiguous(), positions.contiguous(), self.work, out)
+        cpu.call(self.kernel, self.heads, self.trunk, self.layers, spec, ids.contiguous(), positions.contiguous(),
+                 self.work, out)
         return out
 
 
@@ -54,15 +52,15 @@ class DecodeStep(Step):
             of_values = [None, None]
             if str(i) in model.value_embeds:
                 of_values = read(block.attn.ve_gate.weight, model.value_embeds[str(i)].weight)
-            layers.append(_Layer(*read(a, b, weights, o, up, down), *keys, *of_values, window))
+            layers.append(cpu.struct("Layer", *read(a, b, weights, o, up, down), *keys, *of_values, window))
         C, F = config.n_embd, len(model.blocks[0].mlp.c_fc.weight)
         smear, gate = model.smear_gate.weight, model.blocks[-1].attn.ve_gate.weight  # the last layer always has one
         shared = read(model.transformer.wte.weight, smear, model.smear_lambda, model.backout_lambda, *cos_sin)
-        self.layers = (_Layer * len(layers))(*layers)
-        self.trunk = _Trunk(*shared, cache.last_embedding.data_ptr(), len(layers), len(layers) // 2, C, F,
-                            gate.shape[1], smear.shape[1])
-        self.heads = Heads(0, 1, 1, config.n_head, config.n_kv_head, config.head_dim, qk_scale,
-                           torch.finfo(torch.float32).eps)
+        self.layers = (type(layers[0]) * len(layers))(*layers)
+        self.trunk = cpu.struct("Trunk", *shared, cache.last_embedding.data_ptr(), len(layers), len(layers) // 2, C, F,
+                                gate.shape[1], smear.shape[1])
+        self.heads = cpu.struct("Heads", 0, 1, 1, config.n_head, config.n_kv_head, config.head_dim, qk_scale,
+                                torch.finfo(torch.float32).eps)
         self.work = torch.empty(len(cache.slots), numbers_per_row(config, F))
 
 
@@ -84,13 +82,13 @@ class DecoderStep(Step):
             bias = None if layer.bias is None else rounded(layer.bias.detach())
             weights, after = layer.forward
             keys = [x.data_ptr() for x in (cache.k[i], cache.v[i], cache.prefix_k[i], cache.prefix_v[i])]
-            layers.append(_DecoderLayer(*read(*(rounded(x.detach()) for x in layer.norms), bias, weights, *after),
-                                        *keys))
-        self.layers, heads, C = (_DecoderLayer * len(layers))(*layers), config.n_head, config.n_embd
+            norms = (rounded(x.detach()) for x in layer.norms)
+            layers.append(cpu.struct("DecoderLayer", *read(*norms, bias, weights, *after), *keys))
+        self.layers, heads, C = (type(layers[0]) * len(layers))(*layers), config.n_head, config.n_embd
         shared = read(rounded(model.model.norm.weight.detach()), *(x.contiguous() for x in cos_sin))
-        self.trunk = _DecoderTrunk(table.data_ptr(), *shared, table.dtype == torch.float32, len(layers), C,
-                                   config.intermediate_size)
-        self.heads = Heads(0, 1, 1, heads, config.n_kv_head, config.head_dim, 1.0, config.norm_eps)
+        self.trunk = cpu.struct("DecoderTrunk", table.data_ptr(), *shared, table.dtype == torch.float32, len(layers), C,
+                                config.intermediate_size)
+        self.heads = cpu.struct("Heads", 0, 1, 1, heads, config.n_kv_head, config.head_dim, 1.0, config.norm_eps)
         self.work = torch.empty(len(cache.slots), decoder_numbers_per_row(config))
 
 
@@ -103,24 +101,3 @@ def numbers_per_row(config, F: int) -> int:
 def decoder_numbers_per_row(config) -> int:
     """The same of decode_decoder."""
     return config.head_dim * (1 + 2 * config.n_head + 2 * config.n_kv_head) + config.n_embd + 1
-
-
-class _Layer(ctypes.Structure):
-    """`Layer` of cpu_decode.c."""
-    _fields_ = struct_fields("a b weights o up down k v prefix_k prefix_v gate embedding", "window")
-
-
-class _Trunk(ctypes.Structure):
-    """`Trunk` of cpu_decode.c."""
-    _fields_ = struct_fields("embedding smear strength backout cosine sine last",
-                             "layers middle C F channels smear_channels")
-
-
-class _DecoderLayer(ctypes.Structure):
-    """`DecoderLayer` of cpu_decoder.c."""
-    _fields_ = struct_fields("norm norm_after bias qkv o gate_up down k v prefix_k prefix_v", "")
-
-
-class _DecoderTrunk(ctypes.Structure):
-    """`DecoderTrunk` of cpu_decoder.c."""
-    _fields_ = struct_fields("embedding norm cosine sine", "is_wide layers C F")

@@ -148,16 +148,16 @@ def saved_when_stopped(t):
                 t.save()
                 run.writer.finish()
         raise
-    except (StopRequested, BadInput) as stop:
-        step, is_bad = t.state["step"], isinstance(stop, BadInput)
-        said = ""
-        if step and is_bad:
-            said = f"; the model after step {step} is saved{t.save_after_bad_input()}"
-        elif step:
+    except BadInput as error:
+        if step := t.state["step"]:
+            error = BadInput(f"{error}; the model after step {step} is saved{t.save_after_bad_input()}")
+        run.writer.finish()
+        run.finish()
+        raise error from None
+    except StopRequested:
+        if t.state["step"]:
             t.save()
         run.writer.finish()
         run.finish()
-        if is_bad:
-            raise BadInput(f"{stop}{said}") from None
-        raise StopRequested(f"stopped after step {step}; go on with the same flags and "
+        raise StopRequested(f"stopped after step {t.state['step']}; go on with the same flags and "
                             f"--resume-from-step auto") from None

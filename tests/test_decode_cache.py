@@ -1,14 +1,12 @@
 """The keys and values of rows that decode together: attention by the CPU kernel and by PyTorch against its definition,
 and what is stored where."""
 import math
-import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nanochat import decode_cache
 from nanochat.attention import PADDING_POSITION, KVCache
 from nanochat.decode_cache import TRANSPOSED_FROM, DecodeCache
 from nanochat.engine import run_prompts
@@ -272,12 +270,3 @@ def test_rows_of_one_prompt_that_lie_apart_read_it_all_the_same():
                                  cache.lengths, cache.prefix_k[LAYER], cache.prefix_v[LAYER], cache.prefix_lengths,
                                  cache.slots, FULL)
     assert (out - whole[mixed]).abs().max() < 1e-12
-
-
-def test_the_struct_is_the_one_of_the_source():
-    with open(os.path.join(cpu.FOLDER, "cpu_heads.h")) as f:
-        text = f.read().split("/* The tensors of decoding")[1].split("} Decoding;")[0].split("typedef struct {")[1]
-    lines = [line.split(";")[0] for line in text.splitlines() if ";" in line]
-    names = [name.strip(" *") for line in lines
-             for name in line.replace("const ", "").replace("float ", "").replace("long ", "").split(",")]
-    assert names == [name for name, _ in decode_cache._DecodeSpec._fields_]

@@ -323,10 +323,14 @@ def test_tensors_that_do_not_fit_each_other_are_refused():
             function(*arguments)
 
 
-def test_every_kernel_takes_the_number_of_threads_last():
+def test_signatures_and_structs_are_those_of_the_c_files():
     found = cpu.signatures()
     assert len(found) > 30 and all(types[-1] is ctypes.c_long for types in found.values())
     assert found["norm_forward"] == [ctypes.c_void_p] * 5 + [ctypes.c_long] * 2 + [ctypes.c_float, ctypes.c_long]
+    assert cpu.struct_type("Heads")._fields_ == [*((name, ctypes.c_long) for name in ("U", "R", "T", "Hq", "Hkv", "D")),
+                                                 ("scale", ctypes.c_float), ("epsilon", ctypes.c_float)]
+    assert cpu.struct_type("Weight")._fields_ == [("numbers", ctypes.c_void_p), ("is_wide", ctypes.c_long)]
+    assert cpu.struct_type("Attention")._fields_[-1] == ("k_strides", ctypes.c_long * 4)
 
 
 def operands():

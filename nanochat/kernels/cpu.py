@@ -46,7 +46,8 @@ def takes_rows(x: torch.Tensor) -> bool:
 def call(name: str, *arguments) -> None:
     """Runs a kernel on PyTorch's number of threads (its last argument). Tensors go by address, None as no address,
     structs by reference."""
-    getattr(library(), name)(*[x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments],
+    getattr(library(), name)(*[x.data_ptr() if isinstance(x, torch.Tensor) else
+                               ctypes.byref(x) if isinstance(x, ctypes.Structure) else x for x in arguments],
                              torch.get_num_threads())
 
 
@@ -78,12 +79,36 @@ def library():
     return None
 
 
+def kind_of(declaration: str, declarator: str) -> type:
+    """The type of a name that C declares as a pointer, a long or a float."""
+    return ctypes.c_void_p if "*" in declarator else getattr(ctypes, f"c_{declaration.split()[0]}")
+
+
 def signatures() -> dict[str, list]:
-    """The types of each kernel's arguments, as its source has them; the last one is the number of threads."""
-    kinds, source = {"long": ctypes.c_long, "float": ctypes.c_float}, "".join(open(path).read() for path in SOURCES)
-    return {name: [ctypes.c_void_p if "*" in argument else kinds[argument.split()[0]]
-                   for argument in arguments.split(",")]
-            for name, arguments in re.findall(r"^(?:void|long) (\w+)\(([^)]*)\)$", source, re.MULTILINE)}
+    """The types of each kernel's arguments, as the C files have them; the last one is the number of threads."""
+    found = re.findall(r"^(?:void|long) (\w+)\(([^)]*)\)$", text_of(SOURCES), re.MULTILINE)
+    return {name: [kind_of(argument, argument) for argument in arguments.split(",")] for name, arguments in found}
+
+
+def struct(name: str, *values, **fields) -> ctypes.Structure:
+    """A struct of the C files with these values of its fields, in their order there or by name."""
+    return struct_type(name)(*values, **fields)
+
+
+@functools.cache
+def struct_type(name: str) -> type[ctypes.Structure]:
+    body, fields = re.search(rf"typedef struct {{([^}}]*)}} {name};", text_of([*HEADERS, *SOURCES]))[1], []
+    for declaration in body.split(";")[:-1]:
+        for declarator in declaration.split(","):
+            field, size = re.search(r"(\w+)(?:\[(\d+)\])?$", declarator).groups()
+            kind = kind_of(declaration, declarator)
+            fields.append((field, kind * int(size) if size else kind))
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+def text_of(paths: list[str]) -> str:
+    """The C in these files, without comments."""
+    return re.sub(r"/\*.*?\*/", "", "".join(open(path).read() for path in paths), flags=re.DOTALL)
 
 
 def load(compiler: str, flags: list[str]) -> ctypes.CDLL:

@@ -19,7 +19,7 @@ static void transpose(float *out, const float *x, long stride, long n, long D, f
     }
 }
 
-/* The tensors of an attention: _Spec of attention.py. */
+/* The tensors of an attention (_spec of attention.py). */
 typedef struct {
     const float *q, *k, *v, *prefix_k, *prefix_v, *own_bias, *prefix_bias;
     long U, H, R, G, T, Tk, Tp, D;

@@ -172,7 +172,7 @@ void decode(const Decoding *s, float *y, long threads)
     free(starts);
 }
 
-/* A layer of a GPT: _Layer of decode_step.py. Weights are panels (pack_weight), but for the gate's; embedding: the
+/* A layer of a GPT (decode_step.py). Weights are panels (pack_weight), but for the gate's; embedding: the
  * value embeddings (vocabulary, H * D). The last two may be NULL. */
 typedef struct {
     const float *a, *b, *weights, *o, *up, *down;
@@ -181,7 +181,7 @@ typedef struct {
     long window;
 } Layer;
 
-/* What layers have in common: _Trunk of decode_step.py. */
+/* What layers have in common. */
 typedef struct {
     const float *embedding, *smear, *strength, *backout; /* (vocabulary, C), (smear_channels), 1, 1 */
     const float *cosine, *sine;                          /* (positions, D / 2) */

@@ -339,7 +339,7 @@ void decoder_after_back(const float *grad, const float *y, const bf16 *o, const 
     free(of_out), free(of_hidden), free(of_slopes), free(of_normed), free(of_added), free(of_y);
 }
 
-/* A layer: _DecoderLayer of decode_step.py. Norms' weights (C); bias of queries, keys and values, or NULL; panels. */
+/* A layer (decode_step.py). Norms' weights (C); bias of queries, keys and values, or NULL; panels. */
 typedef struct {
     const float *norm, *norm_after, *bias;
     const bf16 *qkv, *o, *gate_up, *down;
@@ -347,7 +347,7 @@ typedef struct {
     const float *prefix_k, *prefix_v;
 } DecoderLayer;
 
-/* What layers have in common: _DecoderTrunk of decode_step.py. embedding (vocabulary, C), fp32 or not (is_wide); cosine
+/* What layers have in common. embedding (vocabulary, C), fp32 or not (is_wide); cosine
  * and sine (positions, D / 2). */
 typedef struct {
     const void *embedding;

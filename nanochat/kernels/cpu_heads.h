@@ -5,7 +5,7 @@ typedef struct {
     float scale, epsilon;
 } Heads;
 
-/* The tensors of decoding: _DecodeSpec of decode_cache.py. Each row has one query, and a place where its own keys and
+/* The tensors of decoding (DecodeCache.spec). Each row has one query, and a place where its own keys and
  * values are; rows of one slot continue the same prompt, whose keys come transposed where many rows read them. */
 typedef struct {
     const float *q, *new_k, *new_v; /* (n, H, G, D), (n, H, D) twice */

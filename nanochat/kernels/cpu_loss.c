@@ -10,7 +10,6 @@
 enum { REINFORCE, PPO_CLIP, CISPO };
 enum { NO_KL, K1, K2, K3 };
 
-/* RowLoss of linear_logprob.py. */
 typedef struct {
     long name, kl, with_gradient;
     float low, high, dual_clip, kl_coef, entropy_coef; /* dual_clip 0: none */

@@ -1,14 +1,13 @@
 """
 A layer of a GPT on CPU in fp32, before its attention and after it, by the kernels of cpu_layer.c.
 """
-import ctypes
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from nanochat.kernels import cpu
-from nanochat.kernels.ops import (Heads, add_norm, contiguous, linear, mix, norm, relu_squared, run, split_heads,
-                                  to_units, value_gate)
+from nanochat.kernels.ops import (add_norm, contiguous, linear, mix, norm, relu_squared, run, split_heads, to_units,
+                                  value_gate)
 
 LAYER_ROWS = 64  # tokens that the kernels take at a time (ROWS in cpu_layer.c)
 LEAST_ROWS = 8   # tokens for each thread from which these are faster than single operations
@@ -79,7 +78,7 @@ class _Before(torch.autograd.Function):
     def forward(ctx, x, x0, a, b, w_q, w_k, w_v, w_gate, embedding, cos, sin, scale, units, ready):
         (B, T, C), D = x.shape, 2 * cos.shape[-1]
         heads, kv_heads = len(w_q) // D, len(w_k) // D
-        shape = Heads(units, B // units, T, heads, kv_heads, D, scale, torch.finfo(x.dtype).eps)
+        shape = cpu.struct("Heads", units, B // units, T, heads, kv_heads, D, scale, torch.finfo(x.dtype).eps)
         channels = 0 if w_gate is None else w_gate.shape[1]
         given = contiguous(x, x0, a, b, w_q, w_k, w_v, w_gate, embedding, cos, sin)
         ready = packed(w_q, w_k, w_v) if ready is None else ready
@@ -87,8 +86,8 @@ class _Before(torch.autograd.Function):
         gate = None if w_gate is None else x.new_empty(B, T, kv_heads)
         q, k = x.new_empty(B, T, heads, D), x.new_empty(units, kv_heads, B // units, T, D)
         v, factors = torch.empty_like(k), x.new_empty(B, T, heads + kv_heads)
-        cpu.call("before_forward", ctypes.byref(shape), C, channels, *given[:4], ready, *given[7:], mixed, inverse,
-                 gate, q, k, v, factors)
+        cpu.call("before_forward", shape, C, channels, *given[:4], ready, *given[7:], mixed, inverse, gate, q, k, v,
+                 factors)
         ctx.save_for_backward(*given, mixed, inverse, gate, q, k, factors)
         ctx.shape = shape
         return mixed, q, k, v
@@ -104,7 +103,7 @@ class _Before(torch.autograd.Function):
         weights = ([w_q, w_k, w_v] if trained else []) + ([] if w_gate is None else [w_gate])
         flat, of_weights = _flat_gradients(x, weights)
         grad_embedding = None if w_gate is None else torch.empty_like(embedding)
-        cpu.call("before_backward", ctypes.byref(ctx.shape), C, 0 if w_gate is None else w_gate.shape[1], *saved,
+        cpu.call("before_backward", ctx.shape, C, 0 if w_gate is None else w_gate.shape[1], *saved,
                  *contiguous(*grads), grad_x, grad_x0, sums, flat, grad_embedding, trained)
         projections = of_weights[:3] if trained else [None] * 3
         return (grad_x, grad_x0, *sums.sum(dim=0), *projections, None if w_gate is None else of_weights[-1],

@@ -5,7 +5,6 @@ Logits are made by the BLAS, a chunk of rows at a time, and reduced at once: on 
 per row, on CPU in fp32 by a kernel in C, elsewhere by their PyTorch counterpart. R rows of a chunk, V vocabulary, C
 width.
 """
-import ctypes
 
 import torch
 
@@ -105,21 +104,9 @@ def torch_statistics(u, targets):
 
 # C
 
-class RowLoss(ctypes.Structure):
-    """`Loss` of cpu_loss.c: the loss of a row of logits."""
-    _fields_ = ([(name, ctypes.c_long) for name in ("name", "kl", "with_gradient")]
-                + [(name, ctypes.c_float)
-                   for name in ("low", "high", "dual_clip", "kl_coef", "entropy_coef", "softcap", "temperature")])
-
-
 def takes_c(z, *tokens) -> bool:
     """Whether the CPU kernel serves these logits (R, V) and vectors (R,), of which some may be None."""
     return cpu.takes_rows(z) and all(x is None or x.dtype in (torch.float32, torch.long) for x in tokens)
-
-
-def policy_rows_in_c(spec: RowLoss, z, targets, *vectors) -> None:
-    """vectors (R,) or None: advantages, weights, old and ref logprobs; written: losses, logprobs, entropies."""
-    cpu.call("policy_rows", ctypes.byref(spec), z, z.stride(0), *z.shape, targets, *vectors)
 
 
 # Triton
@@ -200,8 +187,9 @@ def linear_logprob(hidden, weight, targets, *, vocab_size: int, softcap: float |
             logprob_rows[(len(z),)](z, z.stride(0), vocab_size, targets[rows], logprobs[rows], entropies[rows],
                                     **head_arguments(z, softcap, temperature))
         elif takes_c(z, targets):
-            spec = RowLoss(softcap=softcap or 0, temperature=temperature)
-            policy_rows_in_c(spec, z, targets[rows], None, None, None, None, None, logprobs[rows], entropies[rows])
+            spec = cpu.struct("Loss", softcap=softcap or 0, temperature=temperature)
+            cpu.call("policy_rows", spec, z, z.stride(0), *z.shape, targets[rows], *[None] * 5, logprobs[rows],
+                     entropies[rows])
         else:
             logprobs[rows], entropies[rows], *_ = torch_statistics(soften(z, softcap, temperature), targets[rows])
     return logprobs, entropies

@@ -12,9 +12,10 @@ differentiates any loss, but only as a function of (R,) logprobs and entropies.
 """
 import torch
 
+from nanochat.kernels import cpu
 from nanochat.kernels.launch import jit, takes_triton, tl
-from nanochat.kernels.linear_logprob import (RowLoss, head_arguments, logit_and_slope, logit_chunks, policy_rows_in_c,
-                                             row_statistics, soften, takes_c, torch_statistics, wide_dtype_of)
+from nanochat.kernels.linear_logprob import (head_arguments, logit_and_slope, logit_chunks, row_statistics, soften,
+                                             takes_c, torch_statistics, wide_dtype_of)
 
 LOG_RATIO_LIMIT = 20.0  # as in nanochat.kernels.losses, whose formulas the kernel repeats; tests hold them together
 KERNEL_LOSSES, KERNEL_KLS = ("reinforce", "ppo_clip", "cispo"), ("k1", "k2", "k3")  # in the order of cpu_loss.c
@@ -63,11 +64,12 @@ def torch_rows(z, tokens: dict, loss, head: dict, with_gradient: bool):
 def c_rows(z, tokens: dict, loss, head: dict, with_gradient: bool):
     """As torch_rows."""
     losses, logprobs, entropies = torch.empty(3, len(z))
-    spec = RowLoss(KERNEL_LOSSES.index(loss.name), 1 + KERNEL_KLS.index(loss.kl) if loss.kl_coef else 0, with_gradient,
-                   1 - loss.clip_low, 1 + loss.clip_high, loss.dual_clip or 0, loss.kl_coef, loss.entropy_coef,
-                   head["softcap"] or 0, head["temperature"])
-    policy_rows_in_c(spec, z, tokens["targets"], tokens["advantages"], tokens["weights"], tokens["old_logprobs"],
-                     tokens["ref_logprobs"] if loss.kl_coef else None, losses, logprobs, entropies)
+    spec = cpu.struct("Loss", KERNEL_LOSSES.index(loss.name), 1 + KERNEL_KLS.index(loss.kl) if loss.kl_coef else 0,
+                      with_gradient, 1 - loss.clip_low, 1 + loss.clip_high, loss.dual_clip or 0, loss.kl_coef,
+                      loss.entropy_coef, head["softcap"] or 0, head["temperature"])
+    ref = tokens["ref_logprobs"] if loss.kl_coef else None
+    cpu.call("policy_rows", spec, z, z.stride(0), *z.shape, tokens["targets"], tokens["advantages"], tokens["weights"],
+             tokens["old_logprobs"], ref, losses, logprobs, entropies)
     return losses, logprobs, entropies, z if with_gradient else None
 
 

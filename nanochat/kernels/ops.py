@@ -6,7 +6,6 @@ passes in PyTorch, with backward passes written by hand where training does not 
 decoding is bound by launches: there, without gradients, one Triton kernel of kernels/block.py makes what are several
 launches. Each function has a plain counterpart, which runs everywhere else, and which tests compare with.
 """
-import ctypes
 import functools
 
 import torch
@@ -185,8 +184,8 @@ def split_heads(qkv: torch.Tensor, cos_sin, gate, embedding, scale: float, units
     if takes_without_gradient(qkv) and D % cpu.MULTIPLE == 0:
         q, k = qkv.new_empty(B, T, heads, D), qkv.new_empty(units, kv_heads, B // units, T, D)
         v, factors = torch.empty_like(k), qkv.new_empty(B, T, heads + kv_heads)
-        shape = Heads(units, B // units, T, heads, kv_heads, D, scale, torch.finfo(qkv.dtype).eps)
-        cpu.call("split_heads", ctypes.byref(shape), *contiguous(qkv, *cos_sin, gate, embedding), q, k, v, factors)
+        shape = cpu.struct("Heads", units, B // units, T, heads, kv_heads, D, scale, torch.finfo(qkv.dtype).eps)
+        cpu.call("split_heads", shape, *contiguous(qkv, *cos_sin, gate, embedding), q, k, v, factors)
         return to_units(q, units, kv_heads), k, v
     q, k, v = (x.view(B, T, -1, D) for x in qkv.split([heads * D, kv_heads * D, kv_heads * D], dim=-1))
     if gate is not None:
@@ -276,12 +275,6 @@ class _Smear(torch.autograd.Function):
                  *x.shape, weight.shape[1])
         of_weight, of_strength = sums.sum(dim=0).split([weight.shape[1], 1])
         return grad_x, grad_first, of_weight[None], of_strength
-
-
-class Heads(ctypes.Structure):
-    """`Heads` of cpu_heads.h."""
-    _fields_ = ([(name, ctypes.c_long) for name in ("U", "R", "T", "Hq", "Hkv", "D")]
-                + [("scale", ctypes.c_float), ("epsilon", ctypes.c_float)])
 
 
 def contiguous(*tensors):

@@ -6,14 +6,13 @@ backward pass keeps of a gated MLP is bf16 too. So sampling and training compute
 Processors with AMX multiply bf16 several times as fast as fp32; others run the same kernels without that gain. What the
 kernels do not take runs in PyTorch, as `linear` has it.
 """
-import ctypes
 import functools
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from nanochat.kernels import cpu
-from nanochat.kernels.ops import Heads, contiguous, run
+from nanochat.kernels.ops import contiguous, run
 
 ROWS = 256  # tokens whose part of the gradients of norms and biases is one sum (cpu_decoder.c)
 
@@ -38,15 +37,10 @@ def has_kernels() -> bool:
     return asked_for_tiles() >= 0
 
 
-class Weight(ctypes.Structure):
-    """`Weight` of cpu_tiles.h."""
-    _fields_ = [("numbers", ctypes.c_void_p), ("is_wide", ctypes.c_long)]
-
-
 def weight_of(w: torch.Tensor):
-    """A weight (n, k), fp32 or bf16 and in one piece, by reference."""
+    """A weight (n, k), fp32 or bf16 and in one piece."""
     assert w.is_contiguous() and w.dtype in (torch.float32, torch.bfloat16)
-    return ctypes.byref(Weight(w.data_ptr(), w.dtype == torch.float32))
+    return cpu.struct("Weight", w.data_ptr(), w.dtype == torch.float32)
 
 
 def packed(*weights: torch.Tensor, turns: bool = False) -> torch.Tensor:
@@ -198,12 +192,11 @@ class _Before(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm, bias, w_q, w_k, w_v, layer, cos, sin, units, heads, kv_heads, places):
         (B, T, C), D, N = x.shape, 2 * cos.shape[-1], x.shape[:2].numel() if places is None else len(places)
-        shape = Heads(units, B // units, T, heads, kv_heads, D, 1.0, layer.epsilon)
+        shape = cpu.struct("Heads", units, B // units, T, heads, kv_heads, D, 1.0, layer.epsilon)
         x, norm, bias, cos, sin = contiguous(x, rounded(norm), None if bias is None else rounded(bias), cos, sin)
         q, inverse = blank(x, places, B, T, heads, D), x.new_empty(N)
         k, v = (blank(x, places, units, kv_heads, B // units, T, D) for _ in range(2))
-        cpu.call("decoder_before", ctypes.byref(shape), C, x, norm, layer.forward[0], bias, cos, sin, inverse, q, k, v,
-                 places, N)
+        cpu.call("decoder_before", shape, C, x, norm, layer.forward[0], bias, cos, sin, inverse, q, k, v, places, N)
         ctx.save_for_backward(x, norm, cos, sin, inverse, w_q, w_k, w_v, places)
         ctx.layer, ctx.shape = layer, shape
         return q, k, v
@@ -216,7 +209,7 @@ class _Before(torch.autograd.Function):
         sums, grad_x = x.new_empty(-(-N // ROWS), C + sum(sizes)), blank(x, places, *x.shape)
         grads = x.new_empty(sum(sizes), C) if any(ctx.needs_input_grad[3:6]) else None
         layer, ctx.layer = ctx.layer, ctx.layer.without_panels()  # which the graph would keep
-        cpu.call("decoder_before_back", ctypes.byref(ctx.shape), C, x, norm, layer.back_before, cos, sin, inverse,
+        cpu.call("decoder_before_back", ctx.shape, C, x, norm, layer.back_before, cos, sin, inverse,
                  *contiguous(grad_q, grad_k, grad_v), grad_x, sums, grads, places, N)
         of_norm, of_bias = sums.sum(dim=0).split([C, sum(sizes)])
         of_weights = [None] * 3 if grads is None else grads.split(sizes)
