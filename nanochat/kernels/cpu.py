@@ -46,9 +46,9 @@ def takes_rows(x: torch.Tensor) -> bool:
 def call(name: str, *arguments) -> None:
     """Runs a kernel on PyTorch's number of threads (its last argument). Tensors go by address, None as no address,
     structs by reference."""
-    getattr(library(), name)(*[x.data_ptr() if isinstance(x, torch.Tensor) else
-                               ctypes.byref(x) if isinstance(x, ctypes.Structure) else x for x in arguments],
-                             torch.get_num_threads())
+    passed = [x.data_ptr() if isinstance(x, torch.Tensor) else
+              ctypes.byref(x) if isinstance(x, ctypes.Structure) else x for x in arguments]
+    getattr(library(), name)(*passed, torch.get_num_threads())
 
 
 @functools.cache
@@ -97,6 +97,7 @@ def struct(name: str, *values, **fields) -> ctypes.Structure:
 
 @functools.cache
 def struct_type(name: str) -> type[ctypes.Structure]:
+    """The type of such structs, with the fields that C says."""
     body, fields = re.search(rf"typedef struct {{([^}}]*)}} {name};", text_of([*HEADERS, *SOURCES]))[1], []
     for declaration in body.split(";")[:-1]:
         for declarator in declaration.split(","):
