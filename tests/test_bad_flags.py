@@ -58,14 +58,14 @@ CPU = ["--device-type", "cpu"]
 NEW = [*CPU, "--model-tag", "new", "--depth", "1", "--n-embd", "32", "--n-head", "1", "--sequence-len", "64"]
 CALLS = {
     base_eval: ([*CPU, "--model-tag", "base"], ["generate", "bits_per_byte", "evaluate_core_task"]),
-    base_train: ([*NEW, "--data", "texts", "--total-batch-size", "512", "--num-iterations", "1"], ["start_run"]),
+    base_train: ([*NEW, "--data", "texts", "--total-batch-size", "512", "--num-iterations", "1"], ["begin_run"]),
     bench_attention: (CPU, ["make_inputs"]),
     bench_engine: (CPU, ["transformers"]),
     bench_kernels: (CPU, ["make_inputs"]),
     bench_step: (CPU, ["one_step"]),
     chat_cli: ([*CPU, "-g", "tiny", "-p", "1+2"], ["generate"]),
     chat_eval: ([*CPU, "-g", "tiny", "-i", "sft", "-x", "1"], ["Sampler", "letter_accuracy"]),
-    chat_sft: ([*TASK_FLAGS, *NEW, "--role", "generator"], ["start_run"]),
+    chat_sft: ([*TASK_FLAGS, *NEW, "--role", "generator"], ["begin_run"]),
     demo: (["r", *CPU], ["solve"]),
     hf_export: (["--model-tag", "imported", "--stage", "sft", "--to", "to"], ["load_model"]),
     hf_import: (["--source", "model", "--model-tag", "new"], ["keep_tokenizer"]),
