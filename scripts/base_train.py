@@ -190,7 +190,7 @@ class Pretraining:
     optimizers: list
     batches: PackedBatches
     rules: dict                 # of apply_rules
-    state: dict = field(default_factory=lambda: {"step": 0, "seconds": 0.0, "skipped": 0})  # those in a row
+    state: dict = field(default_factory=lambda: {"step": 0, "seconds": 0.0, "skipped": 0})  # skipped: in a row
     run: Run | None = None
     stage = "base"
 

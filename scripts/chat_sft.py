@@ -259,10 +259,10 @@ def judged_tag(args) -> tuple[str, int | None] | None:
     return None
 
 
-def load_generator(args, judged: tuple, tokenizer, model, device, dtype, resumed: bool):
+def load_generator(args, judged: tuple, tokenizer, model, device, resumed: bool):
     """The SFT generator whose solutions the verifier learns to judge; makes the verifier share its lowest layers.
     Raises BadInput, also where a resumed verifier's shared layers are not the generator's."""
-    generator, _ = load_model("sft", judged[0], device, dtype, judged[1],
+    generator, _ = load_model("sft", judged[0], device, model.compute_dtype, judged[1],
                               trained=args.verifier_shared_layers > 0)  # shared layers are the model's too
     tokenizer.check_model("generator", generator)
     if args.max_new_tokens >= generator.config.sequence_len:
@@ -298,9 +298,8 @@ def check_args(args, task, world: int) -> None:
 def prepare(args) -> Training | None:
     """An SFT that is about to begin or to go on; None for one that is finished. What is refused is refused here, before
     anything is written. Raises BadInput."""
-    rank, world = rank_and_world()
     task = make_task(args)
-    check_args(args, task, world)
+    check_args(args, task, rank_and_world()[1])
     tag = resolve_tags(args)
     tokenizer = load_tokenizer(path_of("tokenizer"))
     resumed, seen = resume_step("sft", tag, args, MAY_CHANGE, flag_defaults(make_parser()))
@@ -314,8 +313,7 @@ def prepare(args) -> Training | None:
                        "can be sharded here")
     set_recompute(model, args.recompute, args.role)
     judged = judged_tag(args)
-    generator = (load_generator(args, judged, tokenizer, model, device, model.compute_dtype, resumed is not None)
-                 if judged else None)
+    generator = load_generator(args, judged, tokenizer, model, device, resumed is not None) if judged else None
     if args.role == "both" and not judged:
         print0("its verifier's demonstrations judge corrupted solutions alone: nothing is sampled without "
                "--from-stage sft")
