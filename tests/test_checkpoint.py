@@ -158,8 +158,8 @@ def test_a_hostile_file_is_refused_and_runs_nothing(base, wrap):
     saved_model()
     path = base / "chatsft_checkpoints/d2/model_000007.pt"
     torch.save(wrap(Payload(base / "owned")), path)
-    assert str(path) in refusal(load_file, str(path))
-    assert str(path) in refusal(load)
+    for message in (refusal(load_file, str(path)), refusal(load)):  # without PyTorch's advice to allow it
+        assert str(path) in message and "io.open" in message and "weights_only" not in message
     assert not (base / "owned").exists()
     torch.load(path, weights_only=False)
     assert (base / "owned").exists()  # the payload is a real one
