@@ -2,7 +2,6 @@
 A trunk for one token of each row, by one kernel on CPU: there, calls of small operations take longer than their
 arithmetic. Operation by operation it is gpt.GPT.trunk and hf.decoder.Decoder.trunk.
 """
-
 import torch
 
 from nanochat.decode_cache import DecodeCache

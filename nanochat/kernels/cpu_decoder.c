@@ -356,8 +356,7 @@ typedef struct {
 } DecoderTrunk;
 
 /* One token of each row through the trunk, ids and positions (n): out (n, C), after the final norm. Keys and values as
- * in decode_trunk. work: decoder_numbers_per_row of decode_step.py for each
- * row. */
+ * in decode_trunk. work: decoder_numbers_per_row of decode_step.py for each row. */
 void decode_decoder(const Heads *heads, const DecoderTrunk *t, const DecoderLayer *layers, Decoding *s, const long *ids,
                     const long *positions, float *work, float *out, long threads)
 {

@@ -1,7 +1,6 @@
 """
 A layer of a GPT on CPU in fp32, before its attention and after it, by the kernels of cpu_layer.c.
 """
-
 import torch
 from torch.autograd.function import once_differentiable
 

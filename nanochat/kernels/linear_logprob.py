@@ -5,7 +5,6 @@ Logits are made by the BLAS, a chunk of rows at a time, and reduced at once: on 
 per row, on CPU in fp32 by a kernel in C, elsewhere by their PyTorch counterpart. R rows of a chunk, V vocabulary, C
 width.
 """
-
 import torch
 
 from nanochat.kernels import cpu, tiles
