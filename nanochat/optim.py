@@ -81,8 +81,7 @@ def step_scale(group: dict, rows: int, columns: int) -> float:
 
 
 def orthogonal(x: torch.Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> torch.Tensor:
-    """Near the orthogonal matrix that is closest to x, by Newton-Schulz (Jordan et al. 2024, Muon). (A, B) -> (A, B),
-    or of N matrices in one batch (N, A, B) -> (N, A, B)."""
+    """Near the orthogonal matrix closest to x (A, B) or (N, A, B), by Newton-Schulz (Jordan et al. 2024, Muon)."""
     a, b, c = coefficients
     turned = is_tall(x)
     x = x.mT if turned else x

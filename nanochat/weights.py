@@ -65,8 +65,7 @@ def inference_model(model):
 
 
 def refresh(model) -> None:
-    """Brings the copy that a sharded model is sampled from up to date, or makes it; nothing for another model. Whoever
-    changes a sharded model's weights calls it. A collective."""
+    """Renews the copy that a sharded model is sampled from, after each change of its weights. A collective."""
     if is_sharded(model):
         renewed_copy(model)
 
@@ -145,8 +144,7 @@ def part_of(whole: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 
 def local_optimizer_state(optimizer, to_host: Callable = torch.Tensor.cpu) -> dict:
-    """An optimizer's state dict with this rank's part of every tensor, on the host; the whole ones where nothing is
-    sharded. to_host: as in whole_state."""
+    """An optimizer's state dict on the host, with this rank's part of what is sharded. to_host: as in whole_state."""
     saved = optimizer.state_dict()
     local = lambda x: to_host(x.to_local() if is_sharded(x) else x) if isinstance(x, torch.Tensor) else x
     return {"state": {i: {key: local(x) for key, x in entry.items()} for i, entry in saved["state"].items()},

@@ -40,8 +40,7 @@ def store_rows(matrix, start, end, stride, values, D: tl.constexpr, BLOCK: tl.co
 
 @jit
 def seen_blocks(first, last, before, Tk, window, BLOCK: tl.constexpr):
-    """What queries at positions first .. last see: the first block of the prefix and how many, the first of own keys
-    and how many."""
+    """What queries at positions first .. last see: the first block and how many, of the prefix and of own keys."""
     prefix_start = tl.maximum(first - window + before, 0) // BLOCK
     own_start = tl.maximum(first - window, 0) // BLOCK
     prefix_blocks = tl.maximum(tl.cdiv(tl.minimum(before, last + 1 + before), BLOCK) - prefix_start, 0)
@@ -52,8 +51,7 @@ def seen_blocks(first, last, before, Tk, window, BLOCK: tl.constexpr):
 @jit
 def key_block(i, k, v, prefix_k, prefix_v, prefix_start, prefix_blocks, own_start, before, Tk, D: tl.constexpr,
               BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The i-th of the blocks that seen_blocks counts, the prefix's first: keys, values, the position of the first and
-    the number of real ones."""
+    """The i-th of these blocks, the prefix's first: keys, values, the position of the first, how many are real."""
     of_prefix = i < prefix_blocks
     start = tl.where(of_prefix, prefix_start + i, own_start + i - prefix_blocks) * BLOCK
     end = tl.where(of_prefix, before, Tk)
@@ -127,8 +125,7 @@ def attention_forward(q, k, v, prefix_k, prefix_v, prefix_lengths, out, lse, Tp,
 def query_gradients(q, k, v, prefix_k, prefix_v, prefix_lengths, out, grad, lse, delta, dq, Tp, Tk, T, R, Hkv, window,
                     blocks, scale, slope, GROUP: tl.constexpr, D: tl.constexpr, HAS_PREFIX: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """As attention_forward. Writes delta = sum(grad * out) of each query for key_gradients, which runs next. slope:
-    1/sqrt(D)."""
+    """As attention_forward. Writes delta = sum(grad * out) of each query for key_gradients. slope: 1/sqrt(D)."""
     block, unit, head, row, member = query_block(blocks, R, Hkv, GROUP)
     pair = (unit * Hkv + head).to(tl.int64)
     matrix = (pair * R + row) * GROUP + member
@@ -230,8 +227,7 @@ def key_gradients(q, k, v, prefix_lengths, grad, lse, delta, dk, dv, num_keys, T
 
 @functools.cache
 def takes_attention(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels work there: on CUDA with Triton, not in fp64, where a program gets the shared memory that
-    they need (160 KiB: A100, H100, B200)."""
+    """Whether the kernels work there: on CUDA with Triton and 160 KiB of shared memory a program, not in fp64."""
     return (triton is not None and device.type == "cuda" and dtype != torch.float64
             and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024)
 
@@ -248,8 +244,7 @@ def tiles(D: int, dtype: torch.dtype) -> tuple[dict, dict, dict]:
 
 
 def num_parts(programs: int, steps: int, multiprocessors: int) -> int:
-    """Over how many programs to split the queries of a block of prefix keys, so that each multiprocessor gets about
-    two, with no less than eight steps each."""
+    """Programs that share the queries of a block of prefix keys: about two a multiprocessor, of eight steps."""
     return max(1, min(2 * multiprocessors // max(1, programs), steps // 8))
 
 

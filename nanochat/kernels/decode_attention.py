@@ -39,8 +39,7 @@ def softmax_step(scores, v, largest, total, out):
 @jit
 def decode_block(q, k, v, k_column, v_column, start, first, last, largest, total, out, scale, D: tl.constexpr,
                  BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """softmax_step over the keys start .. start + BLOCK - 1, of which first .. last - 1 are seen. `scale` makes scores
-    those of exponentials of 2."""
+    """softmax_step over BLOCK keys from `start` on, of which first .. last - 1 are seen. scale: to units of log 2."""
     columns, channels = start + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     seen = (columns >= first) & (columns < last)
     inside = seen[:, None] & (channels < D)[None, :]

@@ -48,8 +48,7 @@ def uniform(key, position):
 
 @jit
 def first_above(weights, target, places):
-    """The first place where the cumulative weight exceeds the target, else the last that has weight, and the weight
-    before it. No place without weight, whatever rounding does to sums."""
+    """The first place whose cumulative weight exceeds the target, else the last that has weight; the weight before."""
     wide = weights.to(tl.float64)
     cumulative = tl.cumsum(wide, axis=0)
     last = tl.max(tl.where(weights > 0, places, 0), axis=0)

@@ -14,8 +14,7 @@ except ImportError:
 
 
 def takes_triton(tensor: torch.Tensor) -> bool:
-    """Whether Triton works on this tensor: one on CUDA of at most 32 bits. Raises ImportError where it should and is
-    not installed."""
+    """Whether Triton works on this tensor: on CUDA, of at most 32 bits. Raises ImportError where it is missing."""
     wanted = tensor.is_cuda and tensor.dtype != torch.float64
     if wanted and triton is None:
         raise ImportError("tensors on CUDA need the package triton")

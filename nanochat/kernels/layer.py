@@ -13,8 +13,7 @@ LEAST_ROWS = 8   # tokens for each thread from which these are faster than singl
 
 
 def fuses_layers(x: torch.Tensor) -> bool:
-    """Whether before_attention and after_attention are faster than their operations one by one: on CPU, in training
-    and with some tokens for each thread. x (B, T, C)."""
+    """Whether these kernels are faster than single operations: in training, or with some tokens for each thread."""
     return cpu.takes(x) and (torch.is_grad_enabled()
                              or x.shape[0] * x.shape[1] >= LEAST_ROWS * torch.get_num_threads())
 
@@ -29,8 +28,7 @@ def packed(*weights: torch.Tensor) -> torch.Tensor:
 
 
 def packed_layer(before: list, after: list) -> tuple[torch.Tensor, tuple] | None:
-    """What before_attention and after_attention take as `ready` for many forwards with the same weights: (w_q, w_k,
-    w_v) and (w_o, w_up, w_down). None for weights that the kernels do not take."""
+    """What before_attention and after_attention take as `ready`; None for weights that the kernels do not take."""
     if not all(cpu.takes(weight) and len(weight) % cpu.MULTIPLE == 0 for weight in (*before, *after)):
         return None
     return packed(*before), tuple(map(packed, after))

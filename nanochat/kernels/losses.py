@@ -72,8 +72,7 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of one token: policy term + kl_coef * KL - entropy_coef * entropy. Plain numbers, so that a kernel can
-    read them."""
+    """The loss of one token: policy term + kl_coef * KL - entropy_coef * entropy. A kernel can read its numbers."""
     name: str = "ppo_clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
