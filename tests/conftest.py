@@ -166,15 +166,18 @@ def train(*flags: str) -> None:
     tango_rl.main(parse(tango_rl, rl_flags(*flags)))
 
 
+def randomized(model, seed: int = 0):
+    """The model, of which every parameter is random then: gates, smear, backout and lambdas take part."""
+    draw = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=draw, dtype=p.dtype) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+    return model
+
+
 def random_model(n_layer: int = 2, seed: int = 0, dtype=torch.float64, n_embd: int = 48, context: int = 64,
                  window: str = "L"):
-    """A model whose every parameter is random: gates, smear, backout and lambdas take part."""
     from nanochat.gpt import GPT, GPTConfig
-    model, draw = GPT(GPTConfig(context, 265, n_layer, 2, 1, n_embd, window), dtype).to(dtype), torch.Generator()
-    draw.manual_seed(seed)
-    for p in model.parameters():
-        p.data = torch.randn(p.shape, generator=draw, dtype=dtype) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
-    return model
+    return randomized(GPT(GPTConfig(context, 265, n_layer, 2, 1, n_embd, window), dtype).to(dtype), seed)
 
 
 def crafted_model(tokenizer, role: str, seed: int):

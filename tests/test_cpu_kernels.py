@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+from conftest import randomized
 from test_decode_cache import called as names_of_kernels, decoded
 
 from nanochat import engine, gpt
@@ -231,11 +232,7 @@ def test_noise_is_the_same_by_the_kernel(monkeypatch):
 
 def model_of(n_layer=2, n_kv_head=4, pattern="L", dtype=torch.float32):
     """A model in which everything takes part; its short window is 128."""
-    model = GPT(GPTConfig(256, 265, n_layer, 4, n_kv_head, 128, pattern), dtype).to(dtype)
-    draw = torch.Generator().manual_seed(0)
-    for p in model.parameters():
-        p.data = torch.randn(p.shape, generator=draw).to(dtype) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
-    return model
+    return randomized(GPT(GPTConfig(256, 265, n_layer, 4, n_kv_head, 128, pattern), dtype).to(dtype))
 
 
 IDS = torch.randint(265, (3, 140), generator=torch.Generator().manual_seed(1))
@@ -384,10 +381,7 @@ def test_a_token_by_one_kernel_is_what_it_is_by_those_of_layers(monkeypatch, cal
 @KERNELS
 @pytest.mark.parametrize("heads, kv_heads", [(4, 1), (4, 2), (4, 4)])  # 16, 32 and 64 rows of keys, in heads of 16
 def test_heads_that_no_kernel_takes_decode_all_the_same(called, heads, kv_heads):
-    model = GPT(GPTConfig(64, 50, 2, heads, kv_heads, 64, "L"))
-    draw = torch.Generator().manual_seed(0)
-    for p in model.parameters():
-        p.data = torch.randn(p.shape, generator=draw) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+    model = randomized(GPT(GPTConfig(64, 50, 2, heads, kv_heads, 64, "L")))
     rows = [(0, [1, 2, 3 + n]) for n in range(LEAST_ROWS * torch.get_num_threads())]
     with torch.no_grad():
         with model.joined_projections():

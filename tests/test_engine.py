@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import randomized
 from hypothesis import given, settings, strategies as st
 
 from nanochat import engine, slots
@@ -37,12 +38,8 @@ class Recorder(GPT):
 
 def tiny_model(seed=0, sequence_len=256, n_embd=48, dtype=torch.float64):
     """Random weights everywhere, float64 activations: batching then changes logits by less than any draw can notice."""
-    model = Recorder(GPTConfig(sequence_len, 265, 2, 2, 1, n_embd, "SL"), dtype).to(dtype)
-    draw = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        p.data = (torch.randn(p.shape, generator=draw, dtype=torch.float64)
-                  * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5))
-    return model
+    model = Recorder(GPTConfig(sequence_len, 265, 2, 2, 1, n_embd, "SL"), dtype)
+    return randomized(model.double(), seed).to(dtype)  # the same weights in every dtype
 
 
 def random_prompts(*lengths):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import randomized
 from test_play import play_of
 from test_trainer import packed, random_advantages, random_rollouts, role_of
 
@@ -41,10 +42,7 @@ every_dtype = pytest.mark.parametrize("dtype", list(CLOSE), ids=["fp32", "bf16"]
 def model_of(name: str, dtype: torch.dtype, seed: int = 0):
     """fp32 weights, all of them random, and activations of a dtype."""
     kind, config = MODELS[name]
-    model, draw = kind(config, dtype), torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        p.data = torch.randn(p.shape, generator=draw) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
-    return model
+    return randomized(kind(config, dtype), seed)
 
 
 def gap(sampled, trained) -> float:

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from conftest import randomized
 from test_decode_cache import decoded
 
 from nanochat.attention import PADDING_POSITION, KVCache, Mask
@@ -12,13 +13,8 @@ from nanochat.gpt import GPT, GPTConfig, rotary
 
 def tiny_model(n_layer=4, n_head=4, n_kv_head=2, n_embd=48, sequence_len=256, window_pattern="SSL", seed=0):
     """A model in float64 whose every parameter is random: gates, smear, backout and lambdas take part."""
-    model = GPT(GPTConfig(sequence_len, 265, n_layer, n_head, n_kv_head, n_embd, window_pattern),
-                torch.float64).double()
-    draw = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        p.data = (torch.randn(p.shape, generator=draw, dtype=torch.float64)
-                  * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5))
-    return model
+    config = GPTConfig(sequence_len, 265, n_layer, n_head, n_kv_head, n_embd, window_pattern)
+    return randomized(GPT(config, torch.float64).double(), seed)
 
 
 def random_ids(*shape, seed=0):

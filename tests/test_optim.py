@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import on_ranks
+from conftest import on_ranks, randomized
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanochat import optim
@@ -18,11 +18,7 @@ from nanochat.rl.learn.heads import share_layers
 
 
 def tiny_model(seed=0, n_layer=3):
-    model = GPT(GPTConfig(64, 265, n_layer, 2, 1, 48, "L"))
-    draw = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        p.data = torch.randn(p.shape, generator=draw) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
-    return model
+    return randomized(GPT(GPTConfig(64, 265, n_layer, 2, 1, 48, "L")), seed)
 
 
 def parameter(*values):

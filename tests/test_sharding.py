@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import RL_FLAGS, on_ranks, parse, scripts_on_two_ranks
+from conftest import RL_FLAGS, on_ranks, parse, randomized, scripts_on_two_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import checkpoint
@@ -45,11 +45,7 @@ LOSS = PolicyLoss("ppo_clip", kl="k3", kl_coef=0.1)
 def random_state(name: str) -> dict:
     """Every parameter random, whole tensors."""
     kind, config = MODELS[name]
-    draw, model = torch.Generator().manual_seed(3), allocate(kind, config, torch.float64, "cpu", torch.float64)
-    for p in model.parameters():
-        p.data = (torch.randn(p.shape, generator=draw, dtype=torch.float64)
-                  * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5))
-    return model.state_dict()
+    return randomized(allocate(kind, config, torch.float64, "cpu", torch.float64), 3).state_dict()
 
 
 def make_model(name: str, sharded: bool, device: str = "cpu", activations: torch.dtype = torch.float64,
