@@ -86,6 +86,18 @@ def script_main(main, parser, argv: list[str] | None = None, is_shown: bool = Fa
         sys.exit(code)
 
 
+def new_parser(description: str) -> argparse.ArgumentParser:
+    """A parser whose help shows a script's docstring as it is, and that takes no abbreviated flags."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                   allow_abbrev=False)
+
+
+def add_device_arg(parser) -> None:
+    """The flag of all scripts that run models."""
+    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
+                        help="default: the best there is")
+
+
 def check_one_copy(script: str) -> None:
     """Raises BadInput where the script that was started lies in one copy of the project and this package comes from
     another, as for `torchrun scripts/tango_rl.py` in the environment of the folder that was copied."""

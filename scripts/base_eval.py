@@ -5,11 +5,10 @@ is left out, and said so.
     python -m scripts.base_eval --model-tag d4 --val-data text/shard_00003.jsonl
     torchrun --standalone --nproc_per_node=8 scripts/base_eval.py -- --core eval_bundle --max-per-task 500
 """
-import argparse
 import os
 
 from nanochat.checkpoint import default_tag, load_model
-from nanochat.cli import at_least, check_name, script_main
+from nanochat.cli import add_device_arg, at_least, check_name, new_parser, script_main
 from nanochat.common import BadInput, compute_dtype, init_device, print0, rank_and_world
 from nanochat.core_eval import centered, core_metric, evaluate_core_task, load_core
 from nanochat.dataloader import Documents, PackedBatches
@@ -19,9 +18,8 @@ from nanochat.loss_eval import bits_per_byte
 from nanochat.storage.files import path_of
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = new_parser(__doc__)
     parser.add_argument("--model-tag", default="", help="default: the largest d<N>")
     parser.add_argument("--step", type=at_least(-1), default=-1, help="-1 = the last")
     parser.add_argument("--val-data", nargs="+", default=[],
@@ -40,8 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-samples", type=at_least(0, int, 10 ** 6), default=2, help="samples from nothing")
     parser.add_argument("--max-new-tokens", type=at_least(1), default=32)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
-                        help="default: the best there is")
+    add_device_arg(parser)
     return parser
 
 

@@ -19,7 +19,7 @@ from itertools import islice
 import torch
 
 from nanochat.checkpoint import load_model, save_model, warn_of_dtype
-from nanochat.cli import SHARE, above, at_least, check_name, flag_defaults, script_main
+from nanochat.cli import SHARE, above, at_least, check_name, flag_defaults, new_parser, script_main
 from nanochat.common import (BadInput, Diverged, all_reduce, compute_dtype, init_device, on_all_ranks, print0,
                              rank_and_world)
 from nanochat.dataloader import Documents, PackedBatches, check_same_files, find_files, is_hub_name, mark_files
@@ -42,8 +42,7 @@ MAY_CHANGE = {"resume_from_step", "run", "device_type", "device_batch_size", "co
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = new_parser(__doc__)
     add_run_args(parser)
     parser.add_argument("--model-tag", default="", help="name of the checkpoint; default d<depth>")
     add_checkpoint_args(parser, MAY_CHANGE)

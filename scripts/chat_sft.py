@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nanochat.checkpoint import find_step, fingerprint, load_model, warn_of_dtype
-from nanochat.cli import SHARE, at_least, check_name, flag_defaults, script_main
+from nanochat.cli import SHARE, at_least, check_name, flag_defaults, new_parser, script_main
 from nanochat.common import BadInput, all_reduce, compute_dtype, init_device, on_all_ranks, print0, rank_and_world
 from nanochat.dataloader import check_same_files, length_batches, mark_of, pack_whole
 from nanochat.engine import pad_prompts
@@ -56,8 +56,7 @@ MAY_CHANGE = {"resume_from_step", "run", "device_type", "save_every", "keep", "m
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = new_parser(__doc__)
     add_run_args(parser)
     add_checkpoint_args(parser, MAY_CHANGE)
     add_task_args(parser)

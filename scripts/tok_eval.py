@@ -5,14 +5,13 @@ Nothing is downloaded. An imported tokenizer is taken too.
     python -m scripts.tok_eval                                # five short built-in texts
     python -m scripts.tok_eval --data a.txt b.txt --compare cl100k_base
 """
-import argparse
 import os
 import time
 from collections.abc import Callable
 
 import tiktoken
 
-from nanochat.cli import script_main
+from nanochat.cli import new_parser, script_main
 from nanochat.common import BadInput, print0
 from nanochat.dataloader import tell_long
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
@@ -43,9 +42,8 @@ forty years explained, to whoever would listen, why gulls sleep on one leg.\n"""
 }
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = new_parser(__doc__)
     parser.add_argument("--data", nargs="+", default=[], metavar="FILE",
                         help="UTF-8 text files; default: the built-in texts")
     parser.add_argument("--compare", default="gpt2,cl100k_base",

@@ -5,7 +5,6 @@ Trains the tokenizer: on the text of a task (demonstrations of both roles), or w
     python -m scripts.tok_train --task last_letter --vocab-size 512
     python -m scripts.tok_train --data shards/*.parquet --vocab-size 32768
 """
-import argparse
 import glob
 import os
 import random
@@ -13,7 +12,7 @@ import time
 from itertools import chain
 
 from nanochat.checkpoint import list_tags
-from nanochat.cli import at_least, script_main
+from nanochat.cli import at_least, new_parser, script_main
 from nanochat.common import BadInput, print0, rank_and_world
 from nanochat.dataloader import Documents
 from nanochat.hf.tokenizer import load_tokenizer
@@ -24,9 +23,8 @@ from tasks import add_task_args, make_task, task_texts
 from tasks.common import demo_of
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = new_parser(__doc__)
     add_run_args(parser)
     add_task_args(parser)
     parser.add_argument("--vocab-size", type=at_least(MIN_VOCAB_SIZE, int, 2 ** 24), default=MIN_VOCAB_SIZE,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nanochat import __version__
-from nanochat.cli import check_name
+from nanochat.cli import add_device_arg, check_name
 from nanochat.common import BadInput, CannotWrite, StopRequested, all_reduce, finite, print0, rank_and_world
 from nanochat.storage.files import path_of, read_records, whole_file, write_json, writing
 from nanochat.storage.writer import Writer
@@ -145,8 +145,7 @@ def add_run_args(parser) -> None:
     group.add_argument("--run", default="dummy",
                        help="name of the run, its folder and its checkpoints; 'dummy' = a numbered name and no wandb")
     group.add_argument("--seed", type=int, default=0, help="seed of weights, problems and sampling noise")
-    group.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
-                       help="default: the best there is")
+    add_device_arg(group)
     group.add_argument("--tensorboard", action=AskTensorboard, nargs=0, default=False,
                        help="also write the metrics as TensorBoard event files, in the folder tensorboard of the run's")
 
