@@ -8,12 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_dpo import drawn_by, parsed, random_play
+from test_dpo import drawn_by, parsed, random_play, writing
 
 from nanochat import recipes
 from nanochat.common import BadInput
-from nanochat.recipes.reward_models.rm_r1 import choice_reward
-from nanochat.recipes.reward_models.spct import likelier_half, rank_reward, ranked_right
+from nanochat.recipes.reward_models.spct import likelier_half, ranked_right
 from nanochat.recipes.reward_models.think_rm import binary_reward, graded_reward, true_choice
 from nanochat.rl.credit.advantages import difference_advantages
 from nanochat.rl.verify.comparing import (GROUP_SCORES, Candidates, balanced_places, chose_right, lined_up, mean_scores,
@@ -22,6 +21,8 @@ from nanochat.rl.verify.forms import form_prompt
 from tasks import make_task
 from tasks.common import Problem
 from tasks.formats import COMPACT
+
+SHORT = ["--max-new-tokens", "16", "--verifier-max-new-tokens", "24"]
 
 
 def test_candidates_are_one_right_entry_and_the_first_wrong_ones():
@@ -44,10 +45,22 @@ def test_every_place_comes_equally_often_up_to_one_in_an_order_of_its_own():
     assert ["".join(lined_up(["r", "a", "b"], place)) for place in range(3)] == ["rab", "arb", "abr"]
 
 
-def test_rm_r1_pays_1_for_the_right_choice_and_minus_1_for_all_else():
+def test_a_right_choice_is_for_the_place_of_the_right_solution():
     for choice, right, hit in ((1, 0, True), (-1, 1, True), (3, 0, True), (-3, 1, True), (1, 1, False), (-1, 0, False),
                                (None, 0, False), (None, 1, False)):
-        assert chose_right(choice, right) is hit and choice_reward(choice, right) == (1.0 if hit else -1.0)
+        assert chose_right(choice, right) is hit
+
+
+@pytest.mark.parametrize("recipe, texts, metric", [("rm_r1", ["=A", "=B", "x"], "pair_acc"),
+                                                   ("spct", ["=9,3", "=3,9", "=3,3"], "ranked_right")])
+def test_rm_r1_and_spct_pay_1_for_the_right_one_and_minus_1_for_all_else(base, recipe, texts, metric):
+    t = writing(random_play(recipe, *SHORT, "--num-solutions", "8", "--examples-per-step", "8"),
+                {"verifications": texts})
+    update, = recipes.load(recipe).play(t)
+    rollouts, _ = update.parts[0]
+    hits = [text == texts[right] for text, right in zip(rollouts.texts, rollouts.columns["right"], strict=True)]
+    assert rollouts.columns["reward"] == [1.0 if hit else -1.0 for hit in hits] and len(set(rollouts.texts)) == 3
+    assert t.metrics[f"ver/{metric}"] == pytest.approx(sum(hits) / len(hits))
 
 
 @pytest.mark.parametrize("choice, truth, binary, graded", [
@@ -72,8 +85,8 @@ def test_the_true_grade_counts_wrong_steps():
     ([10, 10], 0, False), ([10, 10], 1, False), ([0, 0], 0, False),                  # a tie is wrong
     ([5, 9, 9], 1, False), ([5, 9, 8], 1, True), ([5, 9, 8], 0, False), (None, 0, False), (None, -1, False),
     ([1], 0, True), ([0], 0, False), ([0], -1, True), ([1], -1, False)])             # one: its score is the truth
-def test_spct_pays_for_the_strictly_highest_score(scores, right, hit):
-    assert ranked_right(scores, right) is hit and rank_reward(scores, right) == (1.0 if hit else -1.0)
+def test_spct_asks_for_the_strictly_highest_score(scores, right, hit):
+    assert ranked_right(scores, right) is hit
 
 
 def test_votes_are_added_up_and_ties_stay_wrong():
@@ -136,7 +149,6 @@ def test_difference_advantages_by_hand():
         assert difference_advantages(torch.zeros(num, num)).tolist() == [0] * num
 
 
-SHORT = ["--max-new-tokens", "16", "--verifier-max-new-tokens", "24"]
 STEPS = [("rm_r1", "solve_pair", []), ("rm_r1", "pair", ["--judge", "only"]), ("think_rm", "pair", []),
          ("think_rm", "graded", ["--grades", "graded"]), ("spct", "scores", []),
          ("spct", "scores", ["--num-judged", "1"])]

@@ -35,6 +35,8 @@ TEXTS = [None, None, "x", None,   # one pair, and one of the right solution left
          None, "=F", "=T", "x",   # none of the wrong solution is kept: no pair
          "x", None, None, None]   # one pair
 PAIRS = [(0, 3), (9, 10)]
+
+
 def plain(t, critiques) -> tuple[torch.Tensor, torch.Tensor]:
     """The LM loss of the paired critiques and the margins of the pairs, by plain forwards."""
     logprobs, odds = token_logprobs(t.roles["verifier"].model, critiques), verdict_odds(t, "verifier", critiques)
@@ -81,13 +83,3 @@ def test_where_nothing_is_kept_nothing_is_learned_and_what_cannot_be_read_is_tol
     for _ in range(2):
         assert list(critic_rm.play(t)) == [] and t.metrics["ver/kept"] == t.metrics["ver/num_pairs"] == 0
     assert capsys.readouterr().out.count("most verifications cannot be read: was the verifier taught this form") == 1
-
-
-def test_without_critiques_the_verdict_alone_is_scored(base):
-    t, rows, _ = critic("--critiques", "none", "--bt-start", "0")
-    update, = critic_rm.play(t)
-    asked = t.written("verifier", t.verify_prompts(as_rollouts(t, "verifier", rows)), ["=T"] * len(rows))
-    s = [row[1] for row in verdict_odds(t, "verifier", asked)]
-    margins = torch.stack(s[::2]) - torch.stack(s[1::2])
-    assert t.metrics["ver/bt_share"] == 1 and t.metrics["ver/num_pairs"] == 3 and "ver/kept" not in t.metrics
-    check_update(t, update, -logsigmoid(margins).mean())

@@ -9,23 +9,18 @@ import torch
 from test_dpo import parsed, random_play, writing
 
 from nanochat import recipes
-from nanochat.recipes.policy.dapo import dynamic_sampling, kind_of, length_penalty
+from nanochat.recipes.policy.dapo import KINDS, dynamic_sampling, length_penalty
 from nanochat.rl.credit.aggregation import AGGREGATIONS
 from nanochat.storage.run import Run
 
 dapo = recipes.load("dapo")
 
 
-def test_kinds_of_groups_and_the_length_penalty_by_hand():
-    T, F = True, False
-    assert list(map(kind_of, ([T, T], [F, F], [F, T], [None, None], [None, T], [F, None], [None, F, T], []))) == [
-        "right", "wrong", "mixed", "unknown", "right", "wrong", "mixed", "unknown"]
-    # A buffer of 4 tokens: up to 20 - 4 nothing. Without one length costs nothing.
+def test_the_length_penalty_by_hand():
+    """A buffer of 4 tokens: up to 20 - 4 nothing. Without one length costs nothing."""
     assert [length_penalty(n, 20, 4) for n in (1, 16, 17, 18, 20, 21)] == [0, 0, -0.25, -0.5, -1, -1]
     assert length_penalty(20, 20, 0) == 0 and length_penalty(5, 20, 20) == -0.25
 
-
-# What is drawn
 
 # Of each batch 4 problems with 2 solutions: 1 is right, 0 wrong, ? not scorable
 HARD = ["00", "00", "0?", "10"]   # one mixed group
@@ -94,7 +89,7 @@ def test_two_ranks_keep_the_groups_that_one_keeps(base, rank, kept):
     """Those of the first of the tests above; each rank is told of the other's groups."""
     batches = iter([HARD, EASY, SOME])
     t = play_of(HARD, EASY, SOME, SOME, run=Run("r", torch.device("cpu"), rank, 2, ""))
-    t.gather = lambda kinds: [kind_of([OUTCOMES[x] for x in group]) for group in next(batches)]
+    t.gather = lambda kinds: [KINDS["1" in group, "0" in group] for group in next(batches)]
     assert [p.problem.index for p in dynamic_sampling(t).prompts] == kept
     assert list(t.asked) == ["solutions", "batch_2", "batch_3"] and t.metrics["gen/dropped/surplus"] == 2 / 12
 

@@ -175,7 +175,6 @@ def test_a_group_gives_as_many_pairs_as_use_no_rollout_twice():
     # Group 8: right 8, wrong 6, 7 neither.
     outcomes, group_id = [True, True, False, False, True, False, False, None, True], [7, 9, 7, 7, 7, 7, 8, 8, 8]
     assert right_and_wrong(outcomes, group_id) == ([0, 4, 8], [2, 3, 6])
-    assert right_and_wrong(outcomes, group_id, most=1) == ([0, 8], [2, 6])
     for outcomes in ([], [True, True], [False, False], [None, True], [None, None]):
         assert right_and_wrong(outcomes, [0] * len(outcomes)) == ([], [])
 
@@ -199,19 +198,18 @@ def test_coefficients_of_a_rollout_in_several_pairs_add_up():
 
 # Against the literal loss
 
-@pytest.mark.parametrize("most", [0, 1])
-def test_the_update_takes_the_gradient_of_the_papers_loss(base, most):
+def test_the_update_takes_the_gradient_of_the_papers_loss(base):
     """Sampling, checking, pairing, selecting, scoring and averaging included; policy and reference differ."""
-    t = random_play("dpo", "--pairs-per-problem", str(most), "--beta", "0.3")
+    t = random_play("dpo", "--beta", "0.3")
     update, = recipes.load("dpo").play(t)
     (rollouts, _), = update.parts
     pairs, texts = [], rollouts.texts
     for g in range(len(rollouts.prompts)):
         rows = [n for n in range(len(rollouts)) if rollouts.group_id[n] == g]
         right, wrong = ([n for n in rows if rollouts.columns["outcome"][n] is kind] for kind in (True, False))
-        assert len(right) == len(wrong) > 0 and (not most or len(right) == 1)
+        assert len(right) == len(wrong) > 0
         pairs += zip(right, wrong, strict=True)
-    assert len(pairs) > 2 and (most or len(pairs) > len(rollouts.prompts))  # some group has several, unless told not to
+    assert len(pairs) > len(rollouts.prompts) > 1  # some group has several
     assert all(rollouts.columns["paired_with"][a] == texts[b] for w, l in pairs for a, b in ((w, l), (l, w)))
     assert not rollouts.sampler_logprobs[rollouts.mask].isnan().any()  # the policy drew them
     generator = t.roles["generator"]
@@ -276,14 +274,13 @@ REFUSED = [
     ("alphaproof", "--curriculum variants", "--curriculum variants: of which theorems"),
     ("alphaproof", "--curriculum variants --targets-of test_in --task last_letter", "--curriculum variants: task"),
     ("constitutional_ai", "--task last_letter", "--task last_letter: it has no principles"),
-    *((recipe, "--num-samples 1", "--num-samples 1: must be at least 2, for a pair")
-      for recipe in ("constitutional_ai", "debate", "dpo", "self_rewarding", "think_rm_policy")),
+    *((recipe, "--num-samples 1", "--num-samples 1: must be at least 2, ")
+      for recipe in ("constitutional_ai", "dapo", "debate", "dpo", "score", "self_rewarding", "think_rm_policy")),
     ("cooper", "--task last_letter", "--task last_letter: has no corrupt"),
     ("coverrl", "--verifier-head trunk", "--verifier-head trunk: both roles"),
     ("coverrl", "--verifier-optimizer own", "--verifier-optimizer own: one model learns from both roles"),
     ("coverrl", "--num-votes 3", "--num-votes 3: must be at least --num-samples 4"),
     ("dapo", "--overlong-buffer 29", "--overlong-buffer 29: must be at most --max-new-tokens 28"),
-    ("dapo", "--num-samples 1", "--num-samples 1: "),
     ("debate_judge", "--verifications 1", "--verifications 1: must be at least 2, for a group"),
     ("fixed_verifier", "--judge steps", "--judge steps: gives chances, and --step-rewards posterior"),
     ("fixed_verifier", "--verifications 2", "--verifications 2: the judge generative reads one here"),

@@ -12,7 +12,7 @@ from test_dpo import (are_equal, assert_close, gradient_of, log_likelihoods, mov
 
 from nanochat import recipes
 from nanochat.common import BadInput
-from nanochat.recipes.policy.magrpo import aligned, cross, returns_of
+from nanochat.recipes.policy.magrpo import JOINT, returns_of
 
 magrpo = recipes.load("magrpo")
 HALVES = ("--task", "halves", "--num-samples", "2")
@@ -27,17 +27,10 @@ AND = "<and>"  # between the parts of a joint solution, in what follows
     ([[1, 0], [1, 1]], ([1, 1], [1, 1]), ([1, 2], [2, 1])),
     ([[1, None], [0, 1]], ([1, 1], [1, 1]), ([None, 1], [1, None]))])
 def test_returns_on_a_table_of_two_by_two(table, of_aligned, of_cross):
-    for join, expected in ((aligned, of_aligned), (cross, of_cross)):
-        outcomes = [table[i][j] for i, j in join(2, 2)]
-        assert tuple(returns_of(agent, join(2, 2), outcomes, 2) for agent in range(2)) == expected
-
-
-def test_joint_actions():
-    assert aligned(3, 2) == [(0, 0), (1, 1), (2, 2)]
-    assert cross(2, 2) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert len(cross(4, 3)) == 4 ** 3 and len(aligned(4, 3)) == 4
-    for join in (aligned, cross):  # one agent has its reward
-        assert returns_of(0, join(5, 1), [1, 0, 0, 1, 0], 5) == [1, 0, 0, 1, 0]
+    for joint, expected in (("aligned", of_aligned), ("cross", of_cross)):
+        outcomes = [table[i][j] for i, j in JOINT[joint](2)]
+        assert tuple(returns_of(agent, JOINT[joint](2), outcomes, 2) for agent in range(2)) == expected
+    assert JOINT["aligned"](3) == [(0, 0), (1, 1), (2, 2)] and JOINT["cross"](2) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def play_with(*flags: str):

@@ -3,7 +3,6 @@ MARS: packing, advantages and draws by hand, what a trajectory's prompts hold, w
 """
 import random
 from collections import Counter
-from itertools import product
 
 import pytest
 import torch
@@ -44,26 +43,20 @@ def test_either_system_is_normalised_over_its_own_samples():
     assert system_advantages([], [], PRESETS["grpo"]).shape == (0,)
 
 
-def test_a_draw_has_the_wanted_number_and_repeats_only_where_it_must():
-    for eta, num in product((0.0, 1.0, 2.0), (1, 4, 5, 6, 11)):
-        drawn = balanced([1.0, -0.5, 0.0, 0.25, -2.0], num, eta, random.Random(num))
-        assert len(drawn) == num and drawn == sorted(drawn) and set(drawn) <= set(range(5))
-        assert len(set(drawn)) == num if num <= 5 else set(drawn) == set(range(5))
-        assert balanced([], 4, eta, random.Random(0)) == []
-
-
-def test_chances_go_with_the_size_of_the_advantage():
-    """eta 0: each alike; eta 1: 3 to 1 for one place; a sample without an advantage is then hardly ever drawn."""
-    count = lambda values, eta: Counter(balanced(values, 1, eta, random.Random(i))[0] for i in range(2000))
-    even, weighted = count([3.0, -1.0, 0.0], 0.0), count([-3.0, 1.0, 0.0], 1.0)
+def test_a_draw_has_the_wanted_number_and_repeats_only_where_it_must_and_is_even():
+    for num in (1, 4, 5, 6, 11):
+        drawn = balanced([3, 4, 6, 8, 9], num, random.Random(num))
+        assert len(drawn) == num and drawn == sorted(drawn) and set(drawn) <= {3, 4, 6, 8, 9}
+        assert len(set(drawn)) == min(num, 5)
+    assert balanced([], 4, random.Random(0)) == []
+    even = Counter(balanced([0, 1, 2], 1, random.Random(i))[0] for i in range(2000))
     assert all(abs(even[i] / 2000 - 1 / 3) < 0.04 for i in range(3))  # over three standard errors
-    assert abs(weighted[0] / 2000 - 0.75) < 0.04 and weighted[2] < 10
 
 
 def test_a_problem_without_queries_draws_nothing_and_draws_do_not_depend_on_the_others():
-    rows = balanced_rows([1.0, 2.0, 3.0, 4.0, 5.0], [0, 0, 0, 2, 2], [7, 8, 9], {0: 2, 1: 2, 2: 3}, 0.0, "0-1")
+    rows = balanced_rows([0, 0, 0, 2, 2], [7, 8, 9], {0: 2, 1: 2, 2: 3}, "0-1")
     assert len(rows) == 5 and {n < 3 for n in rows[:2]} == {True} and set(rows[2:]) == {3, 4}
-    assert balanced_rows([1.0, 2.0, 3.0], [0, 0, 0], [7], {0: 2}, 0.0, "0-1") == rows[:2]  # as another rank has it
+    assert balanced_rows([0, 0, 0], [7], {0: 2}, "0-1") == rows[:2]  # as another rank has it
 
 
 def test_a_turn_ends_with_a_query_or_not():
@@ -143,22 +136,21 @@ def test_both_systems_get_their_trajectorys_advantage_and_no_token_of_the_other(
     assert t.metrics["gen/condensed/share_of_samples"] == 0.5
 
 
-@pytest.mark.parametrize("eta", ["0", "1"])
-def test_drawing_samples_changes_no_advantage(base, monkeypatch, eta):
+def test_drawing_samples_changes_no_advantage(base, monkeypatch):
     """Of each sample that was drawn, the advantage is the one that it has without a draw."""
     found = {}
-    for flags in (["--no-balance"], ["--balance-eta", eta]):
-        t = writing_words(monkeypatch, *flags)
+    for flag in ("--no-balance", "--balance"):
+        t = writing_words(monkeypatch, flag)
         (update,) = mars.play(t)
         rollouts, advantages = update.parts[1]
         rows = zip(rollouts.columns["trajectory"], rollouts.columns["document"], rollouts.columns["query"],
                    rollouts.completions(), advantages[:, 0].tolist(), strict=True)
-        found[flags[0]] = [(k, document, query, tuple(tokens), a) for k, document, query, tokens, a in rows]
+        found[flag] = [(k, document, query, tuple(tokens), a) for k, document, query, tokens, a in rows]
         monkeypatch.undo()
         monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
-    assert found["--balance-eta"] and set(found["--balance-eta"]) <= set(found["--no-balance"])
-    assert len(found["--balance-eta"]) != len(found["--no-balance"])
-    assert len({a for *_, a in found["--balance-eta"]}) > 2  # of several problems, right and wrong
+    assert found["--balance"] and set(found["--balance"]) <= set(found["--no-balance"])
+    assert len(found["--balance"]) != len(found["--no-balance"])
+    assert len({a for *_, a in found["--balance"]}) > 2  # of several problems, right and wrong
 
 
 def test_the_reader_may_be_left_as_it_is(base, monkeypatch):

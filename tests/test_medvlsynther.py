@@ -5,7 +5,7 @@ from test_dpo import random_play, writing
 from test_proposals import BETTER, GOOD, in_which
 
 from nanochat import recipes
-from nanochat.recipes.self_play.medvlsynther import passes, rubric_score
+from nanochat.recipes.self_play.medvlsynther import rubric_score
 from nanochat.rl.play.updates import apply_update
 from nanochat.rl.records.prompts import parse_verification
 from tasks.formats import COMPACT
@@ -18,11 +18,6 @@ def test_a_score_is_the_share_of_passed_steps_after_a_right_verdict():
     assert score("2T;0T;=T", 2) == 1 and score("2T;0F;=T", 2) == 0.5 and score("1T;" * 9 + "1F;=T", 10) == 0.9
     assert {score(*said) for said in (("2T;0T;=F", 2), ("2F;0F;=T", 2), ("=T", 0), ("2T;=T", 2), ("2T;0T;", 2), ("", 1))
             } == {0}
-
-
-def test_a_problem_passes_with_an_answer_and_the_score():
-    assert passes("1", 0.9, 0.9) and not passes("1", 0.89, 0.9) and not passes(None, 1.0, 0.9)
-    assert passes("1", 0.0, 0.0) and not passes(None, 0.0, 0.0)
 
 
 def play_with(*flags: str):
@@ -63,9 +58,7 @@ def test_unscorable_are_rollouts_that_take_no_part(base):
     assert t.metrics["gen/unscorable"] == 0.5
 
 
-def test_gold_answers_may_take_the_place_of_keys_and_without_a_least_score_all_are_learned(base):
-    problems, keys, rewards, outcomes = learned(play_with("--answers", "gold"))
-    assert problems == [GOOD] * 2 and rewards == outcomes == [False, True] and "x" not in keys
+def test_without_a_least_score_all_are_learned(base):
     problems, keys, _, _ = learned(play_with("--min-score", "0"))
     assert problems == [GOOD] * 2 + [BETTER] * 2 and keys[:2] == ["x"] * 2
 

@@ -29,7 +29,7 @@ def rollouts_of(lengths, outcomes):
 
 def play_of(**flags):
     """A Play without models, enough for formulas that log and go over ranks."""
-    flags = {"prm_beta": 0.5, "process_norm": "batch", "process_baseline": "paper"} | flags
+    flags = {"prm_beta": 0.5, "process_norm": "batch"} | flags
     return Play(SimpleNamespace(**flags), None, None, {"generator": None}, {}, {}, None, None)
 
 
@@ -43,19 +43,15 @@ GROUP = torch.zeros(3, dtype=torch.long)
 
 
 def test_baselines_by_hand():
-    """Of the paper the mean of the others' mean rewards; the code has r K / (K - 1) less the sum of means / (K - 1)."""
+    """The mean of the others' mean rewards."""
     # (4 + 1) / 2 = 2.5, (2 + 1) / 2 = 1.5, (2 + 4) / 2 = 3
-    close(prime.process_rloo(REWARDS, MASK, GROUP, "paper"),
+    close(prime.process_rloo(REWARDS, MASK, GROUP),
           [[1 - 2.5, 3 - 2.5, 0.0], [4 - 1.5, 0.0, 0.0], [0.0 - 3, 0.0 - 3, 3.0 - 3]])
-    # r * 3/2 - (2 + 4 + 1) / 2: 1.5 - 3.5, 4.5 - 3.5; 6 - 3.5; 0 - 3.5, 0 - 3.5, 4.5 - 3.5
-    close(prime.process_rloo(REWARDS, MASK, GROUP, "code"), [[-2.0, 1.0, 0.0], [2.5, 0.0, 0.0], [-3.5, -3.5, 1.0]])
-    for baseline in ("paper", "code"):  # they stay within groups, and a group of one gets nothing
-        both = prime.process_rloo(REWARDS, MASK, torch.tensor([0, 0, 1]), baseline)
-        assert torch.equal(both[:2], prime.process_rloo(REWARDS[:2], MASK[:2], GROUP[:2], baseline))
-        assert (both[2] == 0).all()
+    both = prime.process_rloo(REWARDS, MASK, torch.tensor([0, 0, 1]))  # within groups, and one alone gets nothing
+    assert torch.equal(both[:2], prime.process_rloo(REWARDS[:2], MASK[:2], GROUP[:2])) and (both[2] == 0).all()
     # Forced tokens are no part of a mean, (1 + 3) / 2 = 2, and get no reward
     rewards, mask = torch.tensor([[1.0, 0.0, 3.0], [0.0, 0.0, 0.0]]), torch.tensor([[1, 0, 1], [1, 1, 1]]).bool()
-    close(prime.process_rloo(rewards, mask, GROUP[:2], "paper"), [[1.0, 0.0, 3.0], [-2.0, -2.0, -2.0]])
+    close(prime.process_rloo(rewards, mask, GROUP[:2]), [[1.0, 0.0, 3.0], [-2.0, -2.0, -2.0]])
 
 
 def test_the_largest_return_is_taken_over_all_ranks():
@@ -69,15 +65,11 @@ def test_the_largest_return_is_taken_over_all_ranks():
 Q = torch.tensor([[2.0, -1.0], [1.0, 0.0]])
 
 
-@pytest.mark.parametrize("baseline, expected", [
+def test_the_advantage_is_the_sum_of_both_returns_whitened():
     # beta q = 1, -.5 | .5; returns .5, -.5 | .5; over .5: 2, -1 | 1 with the means .5 | 1.
     # Less the other's mean: 1, -2 | .5; returns -1, -2 | .5; outcomes add 1, 1 | -1: 0, -1 | -.5, mean -.5, std .5.
-    ("paper", [[1.0, -1.0], [0.0, 0.0]]),
-    # Plus (r - own mean) / 1: 2.5, -3.5 | .5; returns -1, -3.5 | .5; outcomes: 0, -2.5 | -.5, mean -1, variance 1.75.
-    ("code", [[1 / math.sqrt(1.75), -1.5 / math.sqrt(1.75)], [0.5 / math.sqrt(1.75), 0.0]])])
-def test_the_advantage_is_the_sum_of_both_returns_whitened(baseline, expected):
-    t = play_of(process_baseline=baseline)
-    close(prime.advantages_of(t, rollouts_of([2, 1], [True, False]), Q), expected)
+    t = play_of()
+    close(prime.advantages_of(t, rollouts_of([2, 1], [True, False]), Q), [[1.0, -1.0], [0.0, 0.0]])
     assert t.metrics["gen/largest_process_return"] == 0.5
 
 

@@ -12,8 +12,7 @@ from test_dpo import keep, of_one_and_two_ranks, parsed, random_play, writing
 
 from nanochat import recipes
 from nanochat.common import BadInput
-from nanochat.recipes.self_play.multi_agent_evolve import (JUDGE_REWARDS, judge_score, proposer_reward, role_advantages,
-                                                           solver_reward)
+from nanochat.recipes.self_play.multi_agent_evolve import JUDGE_REWARDS, judge_score, proposer_reward, role_advantages
 from nanochat.rl.credit.advantages import whiten
 from nanochat.rl.play.proposals import azr, drawn, earns, one_minus, parabola, propose, spread
 from nanochat.rl.play.updates import apply_update
@@ -95,8 +94,7 @@ def test_a_problem_of_low_quality_has_no_difficulty():
         assert proposer_reward(scores) == pytest.approx(reward / 3)
 
 
-def test_what_solver_and_judge_earn():
-    assert [solver_reward(*pair) for pair in ((1, 1), (0, 1), (1, 0), (0.5, 0))] == [1, 0.5, 0.5, 0.25]
+def test_what_a_judge_earns():
     right = parse_verification(COMPACT, "2T;=T", 1)
     assert [JUDGE_REWARDS["format"](right, outcome) for outcome in (True, False, None)] == [1, 1, 1]
     assert [JUDGE_REWARDS["grounded"](right, outcome) for outcome in (True, False, None)] == [2, 1, None]

@@ -192,13 +192,12 @@ def test_every_recipe_is_planned(at_base, recipe, capsys):
     assert not (at_base / "runs" / "planned").exists()
 
 
-def test_every_recipe_has_its_paper_its_tags_and_its_status_and_is_listed(capsys):
+def test_every_recipe_has_its_paper_and_its_status_and_is_listed(capsys):
     for name in recipes.names():
         module = recipes.load(name)
         first_line = module.__doc__.splitlines()[0]
         assert re.search(r"arXiv \d{4}\.\d{5}(, section [\d.]+)?\.$", first_line), name
-        assert {"family", "verifier", "reward"} <= module.TAGS.keys(), name
-        assert re.fullmatch(r"(works|runs|differs): [^|]+", module.TAGS["status"]), name
+        assert re.fullmatch(r"(works|runs|differs): [^|]+", module.STATUS), name
     tango_rl.main(parse(tango_rl, ["--list-recipes"]))
     with open(os.path.join(ROOT, "dev", "recipes.md"), encoding="utf-8") as f:
         assert capsys.readouterr().out == f.read()
@@ -259,9 +258,9 @@ def test_a_path_may_start_with_a_tilde_and_a_file_with_a_byte_order_mark(monkeyp
 
 @pytest.mark.parametrize("text, words", [
     ("def play(t:\n", "SyntaxError"), ("import no_such_module\n", "no_such_module' (line 1)"),
-    ("TAGS = {}\nROLES = {'generator': 1 / 0}\n", "ZeroDivisionError: division by zero (line 2)"),
+    ("x = 1\nROLES = {'generator': 1 / 0}\n", "ZeroDivisionError: division by zero (line 2)"),
     ("raise SystemExit\n", "SystemExit"), ("raise ValueError('two\\nlines')\n", "two lines"),
-    ("TAGS = ROLES = {}\n", "has no draws, play, evaluate")])
+    ("ROLES = {}\n", "has no draws, play, evaluate")])
 def test_a_file_that_is_no_recipe_is_refused_in_one_line(capsys, base, tmp_path, text, words):
     path = tmp_path / "broken.py"
     path.write_text(text)
@@ -325,7 +324,7 @@ REMEMBERING = """
 
 def test_what_a_recipe_remembers_and_draws_is_the_same_in_a_continued_run(base, own, capsys, monkeypatch):
     """Also after a step that a signal stopped, and so was thrown away."""
-    change(own, ("    yield Update(", REMEMBERING), ("TAGS =", "SHOWN = {'generator': ['mode', 'num']}\nTAGS ="))
+    change(own, ("    yield Update(", REMEMBERING), ("ROLES =", "SHOWN = {'generator': ['mode', 'num']}\nROLES ="))
     train(str(own), "--run", "straight")
     assert "| mode a text | num 2.000 |" in capsys.readouterr().out
 
@@ -365,12 +364,12 @@ GIVES = ("    return {\"solutions\"", "    {\"solutions\"")  # draws() gives not
     ('"--gold-every", type', '"--gold-every", kind', r"add_args\(\): TypeError.*\(line \d+\)"),
     ("one problem in so many", "5% of the problems", "a percent sign is written %%"),
     ("default=4", "default={4}", "its flag --gold-every is a set: flags are numbers, texts"),
-    ("def evaluate(t):", "evaluate = 1\n\n\ndef unused(t):", "evaluate is no function"),
-    ("TAGS =", "SHOWN = {'generator': 'reward'}\nTAGS =", "SHOWN must be a dict of lists"),
-    ("TAGS =", "SHOWN = {'generator': [3]}\nTAGS =", "SHOWN must be a dict of lists"),
-    ("TAGS =", "TABLE = {'x': 3}\nTAGS =", "TABLE must be a dict of texts"),
-    ("TAGS =", "def updates(args):\n    return {'generator': '3'}\n\n\nTAGS =", "must give a number for each of"),
-    ("TAGS =", "def updates(args):\n    return {'judge': 3}\n\n\nTAGS =", "must give a number for each of generator"),
+    ("def evaluate(t):", "evaluate = 1\n\n\ndef unused(t):", r"evaluate must be a function of \(t\)"),
+    ("ROLES =", "SHOWN = {'generator': 'reward'}\nROLES =", "SHOWN must be a dict of lists"),
+    ("ROLES =", "SHOWN = {'generator': [3]}\nROLES =", "SHOWN must be a dict of lists"),
+    ("ROLES =", "TABLE = {'x': 3}\nROLES =", "TABLE must be a dict of texts"),
+    ("ROLES =", "def updates(args):\n    return {'generator': '3'}\n\n\nROLES =", "must give a number for each of"),
+    ("ROLES =", "def updates(args):\n    return {'judge': 3}\n\n\nROLES =", "must give a number for each of generator"),
     ("def add_args(group):", "def check(args, task):\n    args.nothing\n\n\ndef add_args(group):",
      r"check\(\): AttributeError"),
     ('{"generator": RoleSpec("--model-tag")', '{"a/b": RoleSpec("--model-tag")', "needs a name of lower-case letters"),

@@ -4,13 +4,12 @@ SCoRe: rewards of two turns, the KL in the weights, the update of either stage a
 import statistics
 
 import pytest
-import torch
 from test_dpo import assert_close, drawn_by, gradient_of, moved_by, random_play, token_logprobs
 
 from nanochat import recipes
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.recipes.policy import score
-from nanochat.recipes.policy.score import changes, turn_rewards, with_kl
+from nanochat.recipes.policy.score import changes, turn_rewards
 from nanochat.rl.records.prompts import generator_prompt
 
 OUTCOMES = [(False, False), (False, True), (True, False), (True, True)]
@@ -31,12 +30,6 @@ def test_an_episode_that_cannot_be_scored_earns_nothing_and_is_no_change():
     found = changes([*OUTCOMES, (None, True), (True, None)])
     assert found == {"delta": [0, 1, -1, 0], "wrong_to_right": [False, True, False, False],
                      "right_to_wrong": [False, False, True, False]}
-
-
-def test_the_kl_in_the_weights_by_hand():
-    log_ratio = torch.tensor([[0.3, 0.0, -2.5]])
-    torch.testing.assert_close(with_kl(torch.tensor([[1.5, -0.5, 0.0]]), log_ratio, 0.1),
-                               torch.tensor([[1.5 - 0.03, -0.5, 0.25]]))
 
 
 def rloo(values: list[float | None]) -> list[float]:

@@ -12,9 +12,9 @@ from test_search import vocabulary, writing_only
 
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.recipes.search import r1_searcher, search_r1, ssrl
-from nanochat.recipes.search.r1_searcher import is_formed, stage1_reward, stage2_reward
+from nanochat.recipes.search.r1_searcher import is_formed
 from nanochat.recipes.search.search_r1 import answers_once, read_queries
-from nanochat.recipes.search.ssrl import form_reward, information_mask, reward_of
+from nanochat.recipes.search.ssrl import form_reward, information_mask
 from nanochat.rl.credit.advantages import PRESETS, source_advantages
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.play.play import Update
@@ -46,26 +46,10 @@ def test_the_form_that_r1_searcher_asks_for():
     assert formed("<c>;(7)=1", 1) is formed("<c>(7);", 1) is False
 
 
-def test_stage_1_pays_the_search_and_the_form_and_the_answer_only_if_told():
-    pairs = [(searches, formed) for searches in (0, 1) for formed in (0, 1)]
-    for outcome in (True, False, None):
-        assert [stage1_reward(*pair, outcome) for pair in pairs] == [0, 0.5, 0.5, 1]
-    # the released code: +1 or -1 for the answer
-    assert [stage1_reward(True, True, o, 1.0) for o in (True, False, None)] == [2.0, 0.0, None]
-    assert stage1_reward(False, False, False, 1.0) == -1.0
-
-
-def test_stage_2_pays_the_answer_less_a_penalty_for_its_form():
-    assert [stage2_reward(f, o, 2.0) for f in (True, False) for o in (True, False, None)] == [1, 0, None, -1, -2, None]
-    assert stage2_reward(False, True, 1.0) == 0
-
-
-def test_ssrl_pays_nine_tenths_for_the_answer_and_one_for_the_form():
+def test_the_form_that_ssrl_pays():
     pays = lambda text, stopped=True: form_reward(COMPACT, text, stopped)
     assert pays(RIGHT) == pays("<c>(7);4+7:1;=1") == 1 and pays("4+7:1;=1") == 0.5 and pays(RIGHT, False) == 0
     assert {pays(text) for text in ("<c>();=1", "<>(7);=1", "<c>;=1", "<c>(7);")} == {0}
-    assert [reward_of(*pair) for pair in [(True, 1.0), (True, 0.0), (False, 0.5), (False, 0.0), (None, 1.0)]] == [
-        pytest.approx(1.0), 0.9, 0.05, 0.0, None]
 
 
 def rollouts_of(t, texts: list[str]):
@@ -103,10 +87,12 @@ def earned(recipe: str, stage: int, outcome: bool | None, text: str, ended: bool
     if recipe == "search_r1":
         return outcome
     if recipe == "ssrl":
-        return reward_of(outcome, form_reward(COMPACT, text, ended))
+        return None if outcome is None else 0.9 * outcome + 0.1 * form_reward(COMPACT, text, ended)
     num = forced.count("(")  # of each query that was answered
     formed, searches = is_formed(COMPACT, text, ended, num), num > 0 and read_queries(COMPACT, text) is not None
-    return stage1_reward(searches, formed, outcome) if stage == 1 else stage2_reward(formed, outcome, 2.0)
+    if stage == 1:
+        return (searches + formed) / 2
+    return None if outcome is None else outcome - 2 * (not formed)
 
 
 @pytest.mark.parametrize("recipe, stage", [("search_r1", 0), ("ssrl", 0), ("r1_searcher", 1), ("r1_searcher", 2)])

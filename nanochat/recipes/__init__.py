@@ -1,7 +1,6 @@
 """
 Recipes: one system of the field per module, in a folder per family. A recipe is a module with
 
-    TAGS       what kind of system it is, and its status: what is shown of it, for --list-recipes
     ROLES      role -> RoleSpec
     draws      (args) -> what it samples in a step, at most: name -> Draw
     play       (t) -> one step of the algorithm, a generator of Updates
@@ -9,7 +8,8 @@ Recipes: one system of the field per module, in a folder per family. A recipe is
 
 and where it needs them: add_args(group) for flags of its own, check(args, task) to refuse settings, updates(args) ->
 updates of each role in a whole run, eval_step(t) -> the number that --eval-every divides, SHOWN: metrics of the line
-per step, TABLE: scores of the final table, which are shares, with their words.
+per step, TABLE: scores of the final table, which are shares, with their words. A recipe of the repository has a STATUS,
+what is shown of it, for --list-recipes.
 """
 import argparse
 import functools
@@ -25,10 +25,9 @@ from nanochat.common import BadInput, takes
 from nanochat.rl.learn.roles import RoleSpec, short_name, trained_roles
 from nanochat.rl.run.flags import add_role_args, ask, blame
 
-NEEDED = ("TAGS", "ROLES", "draws", "play", "evaluate")
-# and what they are given
+NEEDED = ("ROLES", "draws", "play", "evaluate")
 FUNCTIONS = {"add_args": "group", "check": "args, task", "draws": "args", "updates": "args", "play": "t",
-             "evaluate": "t", "eval_step": "t"}
+             "evaluate": "t", "eval_step": "t"}  # what each is given
 
 
 @functools.cache
@@ -60,18 +59,14 @@ def load(name: str) -> ModuleType:
     if missing:
         raise BadInput(f"--recipe {name}: has no {', '.join(missing)}")
     check_roles(name, module.ROLES)
-    functions = [part for part in FUNCTIONS if not callable(getattr(module, part, print))]
-    if functions:
-        raise BadInput(f"--recipe {name}: {functions[0]} is no function")
     for part, given in FUNCTIONS.items():
         if hasattr(module, part) and not takes(getattr(module, part), len(given.split(", "))):
             raise BadInput(f"--recipe {name}: {part} must be a function of ({given})")
     shown, table = getattr(module, "SHOWN", {}), getattr(module, "TABLE", {})
-    is_text = lambda value: isinstance(value, str)
-    if not isinstance(shown, dict) or not all(isinstance(value, list) and all(map(is_text, value))
-                                              for value in shown.values()):
+    are_texts = lambda values: all(isinstance(value, str) for value in values)
+    if not (isinstance(shown, dict) and all(isinstance(keys, list) and are_texts(keys) for keys in shown.values())):
         raise BadInput(f"--recipe {name}: SHOWN must be a dict of lists of metrics' names")
-    if not isinstance(table, dict) or not all(map(is_text, table.values())):
+    if not (isinstance(table, dict) and are_texts(table.values())):
         raise BadInput(f"--recipe {name}: TABLE must be a dict of texts")
     return module
 
@@ -81,9 +76,9 @@ def check_roles(name: str, roles: dict[str, RoleSpec]) -> None:
     if not isinstance(roles, dict) or not all(isinstance(spec, RoleSpec) for spec in roles.values()):
         raise BadInput(f"--recipe {name}: ROLES must be a dict of names and RoleSpecs")
     for role, spec in roles.items():
-        if not (isinstance(role, str) and re.fullmatch("[a-z][a-z0-9_]*", role)):
+        if not re.fullmatch("[a-z][a-z0-9_]*", str(role)):
             raise BadInput(f"--recipe {name}: the role {role!r} needs a name of lower-case letters, digits and _")
-        if not all(isinstance(flag, str) and re.fullmatch("--[a-z][a-z0-9-]*", flag) for flag in (spec.tag, spec.lr)):
+        if not all(re.fullmatch("--[a-z][a-z0-9-]*", str(flag)) for flag in (spec.tag, spec.lr)):
             raise BadInput(f"--recipe {name}: the flags {spec.tag} and {spec.lr} of {role} must be like --model-tag")
     if len({short_name(role) for role in roles}) < len(roles):
         raise BadInput(f"--recipe {name}: of its roles {', '.join(roles)} two have the same first three letters, "
@@ -175,7 +170,7 @@ def describe() -> list[str]:
         recipe = load(name)
         first_line = recipe.__doc__.splitlines()[0]
         system, paper = first_line.partition(":")[0], re.search(r"arXiv (\d{4}\.\d{5})", first_line)[1]
-        status, _, result = recipe.TAGS["status"].partition(": ")
+        status, _, result = recipe.STATUS.partition(": ")
         file, trained = f"../{module.replace('.', '/')}.py", ", ".join(trained_roles(recipe.ROLES))
         families.setdefault(module.rpartition(".")[0], []).append(
             f"| [{name}]({file}) | {system}, [{paper}](https://arxiv.org/abs/{paper}) | {trained} | {status} | "

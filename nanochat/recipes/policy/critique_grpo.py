@@ -32,10 +32,10 @@ from nanochat.rl.records.prompts import refine_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
 from nanochat.rl.verify.critiques import CRITIQUES
 
-TAGS = dict(family="single model, two turns", verifier="rule", reward="outcome", credit="z-score, shaped refinement",
-            status="runs: no use of a refinement is shown at equal tokens")
+STATUS = "runs: no use of a refinement is shown at equal tokens"
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["refined/accuracy", "refined/rescued"]}
+evaluate = pass_at_1
 CRITIQUE_TOKENS = 32  # that the context check counts for a rule's critique; sampling refuses a prompt that does not fit
 
 
@@ -44,8 +44,6 @@ def by_rule(t: Play, solutions: Rollouts, outcomes: list[bool | None]) -> list[s
     rows = zip(solutions.problems(), solutions.texts, outcomes, strict=True)
     return ["" if row[2] is None else CRITIQUES[t.args.critique](t.task, *row) for row in rows]
 
-
-# Flags
 
 def add_args(group) -> None:
     group.add_argument("--critique", default="simple_gt", choices=list(CRITIQUES), help="what it says")
@@ -70,8 +68,6 @@ def draws(args, critique_tokens: int = CRITIQUE_TOKENS) -> dict[str, Draw]:
                             scored=1)}  # one refinement of each group is, in fact
 
 
-# The algorithm
-
 def first_best(outcomes: list[bool | None], num_samples: int) -> list[int]:
     """The place of each group's first right entry, else of its first wrong one, else of its first. -> one per group"""
     value, starts = {True: 2, False: 1, None: 0}, range(0, len(outcomes), num_samples)
@@ -85,10 +81,7 @@ def shaped(advantages: torch.Tensor, logprobs: torch.Tensor, c: float) -> torch.
 
 
 def play(t: Play, criticise=by_rule):
-    """Solutions, critiques, refinements, and an update on groups of one refinement and G - 1 solutions.
-
-    criticise(t, solutions, outcomes) -> a text for each solution.
-    """
+    """criticise(t, solutions, outcomes) -> a text for each solution."""
     G = t.args.num_samples
     solutions = t.solve("solutions", t.problems())
     outcomes = t.check(solutions)
@@ -125,10 +118,8 @@ def play(t: Play, criticise=by_rule):
 
 
 def log_refinements(t: Play, outcomes: list, refined: list, mixed: list) -> None:
-    """Logs what refinements change, from the outcomes of solutions, of refinements and of what is trained.
-
-    refined/rescued: the share of the groups without a right solution that have a right refinement.
-    """
+    """Logs what refinements change, from the outcomes of solutions, of refinements and of what is trained. rescued: of
+    the groups without a right solution those that have a right refinement."""
     G, pairs = t.args.num_samples, list(zip(outcomes, refined, strict=True))
     groups = [slice(i, i + G) for i in range(0, len(outcomes), G)]
     t.log("generator", t.mean({
@@ -137,7 +128,3 @@ def log_refinements(t: Play, outcomes: list, refined: list, mixed: list) -> None
         "refined/accuracy_of_wrong": [new for old, new in pairs if old is False],
         "refined/rescued": [True in refined[group] for group in groups if True not in outcomes[group]],
         "refined/frac_reward_zero_std": [len(set(mixed[group]) - {None}) < 2 for group in groups]}))
-
-
-def evaluate(t: Play) -> dict:
-    return pass_at_1(t, "generator")

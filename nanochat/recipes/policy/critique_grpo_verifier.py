@@ -11,9 +11,7 @@ from nanochat.rl.measure.observe import gathered_verdict_scores
 from nanochat.rl.play.play import Draw
 from nanochat.rl.records.prompts import empty_verifier_prompt
 
-TAGS = dict(family="generator-verifier, two turns", verifier="generative, frozen", reward="outcome",
-            credit="z-score, shaped refinement",
-            status="runs: at GRPO's tokens it is below on three seeds, at equal steps that is not shown")
+STATUS = "runs: at GRPO's tokens it is below on three seeds, at equal steps that is not shown"
 ROLES = critique_grpo.ROLES | {"verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 
 

@@ -25,10 +25,11 @@ from nanochat.rl.measure.observe import log_rewards, log_variances
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.rollouts import Rollouts, join
 
-TAGS = dict(family="single model", verifier="none", reward="outcome + length", credit="z-score of mixed groups",
-            status="works: every group has signal, it is ahead of GRPO at equal steps and below at equal tokens")
+STATUS = "works: every group has signal, it is ahead of GRPO at equal steps and below at equal tokens"
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["batches", "dropped/right", "dropped/wrong"]}
+evaluate = pass_at_1
+# Whether a group has right solutions, and wrong ones
 KINDS = {(True, True): "mixed", (True, False): "right", (False, True): "wrong", (False, False): "unknown"}
 
 
@@ -45,11 +46,11 @@ def check(args, task) -> None:
         raise BadInput(f"--overlong-buffer {args.overlong_buffer}: must be at most --max-new-tokens "
                        f"{args.max_new_tokens}")
     if args.num_samples < 2:
-        raise BadInput("--num-samples 1: a group has right and wrong solutions, so at least 2")
+        raise BadInput("--num-samples 1: must be at least 2, for a group with right and wrong solutions")
 
 
 def draws(args) -> dict[str, Draw]:
-    """A draw for each batch, of which the groups are that are trained on."""
+    """One for each batch; the groups that are trained on are of any."""
     size = (args.examples_per_step, args.num_samples, args.max_new_tokens, args.num_steps)
     return {label: Draw("generator", *size, trained=label == "solutions") for label in labels(args)}
 
@@ -58,22 +59,12 @@ def labels(args) -> list[str]:
     return ["solutions", *(f"batch_{i}" for i in range(2, args.max_batches + 1))]
 
 
-# The formulas
-
-def kind_of(outcomes: list[bool | None]) -> str:
-    """Whether a group's known outcomes are all right, all wrong or mixed."""
-    return KINDS[True in outcomes, False in outcomes]
-
-
 def length_penalty(length: int, limit: int, buffer: int) -> float:
     """Eq. 13: 0 up to limit - buffer tokens, from there down to -1 at the limit."""
     return max(-1.0, min(0.0, (limit - buffer - length) / buffer)) if buffer else 0.0
 
 
-# The algorithm
-
 def play(t: Play):
-    """Groups of both kinds, their rewards, and an update."""
     solutions = dynamic_sampling(t)
     if not t.reduce(torch.tensor(len(solutions), device=t.device)):
         return  # on no rank a group of both kinds
@@ -97,7 +88,8 @@ def dynamic_sampling(t: Play) -> Rollouts:
         solutions = t.solve(label, t.problems())
         outcomes = t.check(solutions)
         solutions.columns = {"outcome": outcomes}
-        found = t.gather([kind_of(outcomes[n: n + G]) for n in range(0, len(solutions), G)])  # of all ranks' groups
+        groups = [outcomes[n: n + G] for n in range(0, len(solutions), G)]
+        found = t.gather([KINDS[True in group, False in group] for group in groups])  # of all ranks
         wanted = P - kinds.count("mixed")
         first = [i for i, kind in enumerate(found) if kind == "mixed"][:wanted]
         mine = {i // t.run.world for i in first if i % t.run.world == t.run.rank}
@@ -122,7 +114,3 @@ def log_draws(t: Play, drawn: list[Rollouts], kept: list[Rollouts], kinds: list[
         "batches": len(drawn), "ran_out": int(kinds.count("mixed") < P), "dropped/tokens": 1 - in_use / max(1, in_all),
         **{f"dropped/{kind}": share[kind] for kind in ("right", "wrong", "unknown", "surplus")}}
         | t.mean({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes]}))
-
-
-def evaluate(t: Play) -> dict:
-    return pass_at_1(t, "generator")

@@ -10,26 +10,21 @@ Departures:
 1. Online: a step's pairs are sampled from the present model. The paper goes several times through a fixed set of pairs.
 2. The preferences are the task's gold check, not people's: nothing says that they follow the Bradley-Terry model.
 3. A problem gives as many pairs as it can without using a solution twice, so those that are solved half of the time
-   weigh most. --pairs-per-problem 1 makes all that have a pair count alike.
+   weigh most.
 4. AdamW at a constant --lr, not RMSprop at 1e-6 with 150 steps of warm-up: the models here are tiny.
 """
-from nanochat.cli import at_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.pairs import add_pair_args, check, learn_from_pairs  # noqa: F401
 from nanochat.rl.play.play import Draw, Play
 
-TAGS = dict(family="pairs", verifier="none", reward="outcome", credit="pair loss against the starting weights",
-            status="works: it learns, below GRPO at equal tokens")
+STATUS = "works: it learns, below GRPO at equal tokens"
 ROLES = {"generator": RoleSpec("--model-tag", reference=True)}
 SHOWN = {"generator": ["pair_loss", "pair_accuracy", "margin"]}
+evaluate = pass_at_1
 
-
-def add_args(group) -> None:
-    add_pair_args(group)
-    group.add_argument("--pairs-per-problem", type=at_least(0), default=0,
-                       help="at most; 0 = all that use no solution twice")
+add_args = add_pair_args
 
 
 def draws(args) -> dict[str, Draw]:
@@ -43,22 +38,18 @@ def play(t: Play):
     solutions.columns = {"outcome": outcomes}
     log_rewards(t, "generator", solutions, outcomes)
     t.log("generator", t.mean({"unscorable": [o is None for o in outcomes]}))
-    chosen, rejected = right_and_wrong(outcomes, solutions.group_id.tolist(), t.args.pairs_per_problem)  # y_w > y_l | x
+    chosen, rejected = right_and_wrong(outcomes, solutions.group_id.tolist())                   # y_w > y_l | x
     paired, Q = solutions.select(chosen + rejected), len(chosen)  # no rollouts on a rank without pairs
     ref_logprobs = t.logprobs("generator", paired, reference=True)
     yield from learn_from_pairs(t, "generator", paired, list(range(Q)), list(range(Q, 2 * Q)), ref_logprobs)
 
 
-def right_and_wrong(outcomes: list[bool | None], group_id: list[int], most: int = 0) -> tuple[list[int], list[int]]:
-    """Pairs of a right and a wrong rollout of one group: its first right one with its first wrong one, and so on, at
-    most `most` of a group (0: all). None is neither. -> the indices of the chosen, those of the rejected"""
+def right_and_wrong(outcomes: list[bool | None], group_id: list[int]) -> tuple[list[int], list[int]]:
+    """Pairs of a right and a wrong rollout of one group: its first right one with its first wrong one, and so on. None
+    is neither. -> the indices of the chosen, those of the rejected"""
     groups: dict[int, tuple[list[int], list[int]]] = {}  # the right and the wrong rollouts of each
     for n, (g, outcome) in enumerate(zip(group_id, outcomes, strict=True)):
         if outcome is not None:
             groups.setdefault(g, ([], []))[0 if outcome else 1].append(n)
-    pairs = [pair for group in groups.values() for pair in list(zip(*group, strict=False))[: most or None]]
+    pairs = [pair for group in groups.values() for pair in zip(*group, strict=False)]
     return [w for w, _ in pairs], [l for _, l in pairs]
-
-
-def evaluate(t: Play) -> dict:
-    return pass_at_1(t, "generator")

@@ -13,9 +13,9 @@ from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import observe
 from nanochat.rl.play.play import Draw, Update
 
-TAGS = dict(family="single model", verifier="none", reward="outcome", credit="z-score",
-            status="works: the baseline")
+STATUS = "works: the baseline"
 ROLES = {"generator": RoleSpec("--model-tag")}
+evaluate = pass_at_1
 
 
 def draws(args):
@@ -28,7 +28,3 @@ def play(t):
     advantages = t.advantages(solutions, rewards)        # less the group's mean, over its standard deviation
     observe(t, "generator", solutions, rewards, advantages)
     yield Update("generator", [(solutions, advantages)])
-
-
-def evaluate(t):
-    return pass_at_1(t, "generator")

@@ -34,8 +34,7 @@ from nanochat.rl.records.prompts import quoting_prompt
 from nanochat.rl.records.rollouts import Rollouts
 from tasks.common import Problem
 
-TAGS = dict(family="team", verifier="none", reward="joint outcome", credit="return less the group's mean, per agent",
-            status="works: the agents find one convention on three seeds, and with a frozen partner they do not")
+STATUS = "works: the agents find one convention on three seeds, and with a frozen partner they do not"
 ROLES = {"first": RoleSpec("--model-tag"), "second": RoleSpec("--model-tag")}
 SHOWN = {"first": ["half_accuracy", "joint_accuracy", "agree"], "second": ["half_accuracy"]}
 TABLE = {
@@ -47,14 +46,16 @@ TABLE = {
     "sec/half_in": "of the second one",
     "joint/pass1_out": "joint solutions that are right: greedy, out of distribution",
 }
-FROZEN = ("none", "second")
+# Joint actions: of G completions of each agent, which ones are taken together
+JOINT = {"aligned": lambda G: [(g, g) for g in range(G)], "cross": lambda G: list(product(range(G), repeat=2))}
 
 
 def add_args(group) -> None:
     group.set_defaults(kl_coef=0.0, advantage="dr_grpo")
     group.add_argument("--joint", default="aligned", choices=list(JOINT),
                        help="which completions of the agents are taken together")
-    group.add_argument("--frozen", default="none", choices=FROZEN, help="the agent that stays as it is")
+    group.add_argument("--frozen", default="none", choices=["none", "second"],
+                       help="the agent that stays as it is")
 
 
 def check(args, task) -> None:
@@ -74,22 +75,7 @@ def draws(args) -> dict[str, Draw]:
             for role in ROLES}
 
 
-# Joint actions: of G completions of each agent, which ones are taken together
-
-def aligned(G: int, num_agents: int) -> list[tuple[int, ...]]:
-    """The g-th completion of every agent."""
-    return [(g,) * num_agents for g in range(G)]
-
-
-def cross(G: int, num_agents: int) -> list[tuple[int, ...]]:
-    """Every completion of each agent with every one of all others."""
-    return list(product(range(G), repeat=num_agents))
-
-
-JOINT = {"aligned": aligned, "cross": cross}
-
-
-def returns_of(agent: int, actions: list[tuple[int, ...]], outcomes: list[bool | None], num: int) -> list[float | None]:
+def returns_of(agent: int, actions: list[tuple[int, int]], outcomes: list[bool | None], num: int) -> list[float | None]:
     """For each of an agent's `num` completions the sum of the outcomes of the joint actions that it is in; None where
     one of them is not known."""
     returns: list[float | None] = [0.0] * num
@@ -99,27 +85,25 @@ def returns_of(agent: int, actions: list[tuple[int, ...]], outcomes: list[bool |
     return returns
 
 
-# The algorithm
-
 def sample_parts(t: Play, problems: list[Problem], num_samples: int, label: str,
                  greedy: bool = False) -> list[Rollouts]:
-    """What each agent writes, which reads nothing but the problem."""
+    """What each agent writes."""
     return [t.sample(label.format(role), t.prompts(f"{role}_prompt", problems), num_samples, role=role, greedy=greedy,
                      tool=t.sampler.calculator_tool()) for role in ROLES]
 
 
-def joint_texts(t: Play, parts: list[Rollouts], actions: list[tuple[int, ...]]) -> list[str]:
+def joint_texts(t: Play, parts: list[Rollouts], actions: list[tuple[int, int]]) -> list[str]:
     """What the completions of each joint action make together."""
-    return [t.task.joint(*(part.texts[n] for part, n in zip(parts, action, strict=True))) for action in actions]
+    first, second = (part.texts for part in parts)
+    return [t.task.joint(first[i], second[j]) for i, j in actions]
 
 
 def play(t: Play):
     G, problems = t.args.num_samples, t.problems()
     parts = sample_parts(t, problems, G, "{}")
-    actions = [tuple(p * G + g for g in action) for p in range(len(problems))
-               for action in JOINT[t.args.joint](G, len(parts))]
+    actions = [(p * G + i, p * G + j) for p in range(len(problems)) for i, j in JOINT[t.args.joint](G)]
     texts = joint_texts(t, parts, actions)
-    outcomes = t.check_texts([problems[action[0] // G] for action in actions], texts)
+    outcomes = t.check_texts([problems[i // G] for i, _ in actions], texts)
     log_joint(t, parts, outcomes, texts)
     for agent, (role, part) in enumerate(zip(ROLES, parts, strict=True)):
         returns = returns_of(agent, actions, outcomes, len(part))
@@ -132,8 +116,7 @@ def play(t: Play):
 
 
 def log_joint(t: Play, parts: list[Rollouts], outcomes: list[bool | None], texts: list[str]) -> None:
-    """Logs how often joint solutions are right, how often they follow one convention, and how often each agent's own
-    part is right."""
+    """Logs how often joint solutions are right and follow one convention, and how often each agent's part is right."""
     t.log("first", t.mean({"joint_accuracy": outcomes, "agree": [t.task.agrees(text) for text in texts],
                            "unscorable": [outcome is None for outcome in outcomes]}))
     aligned_texts = joint_texts(t, parts, [(n, n) for n in range(len(parts[0]))])
@@ -143,7 +126,7 @@ def log_joint(t: Play, parts: list[Rollouts], outcomes: list[bool | None], texts
 
 
 def evaluate(t: Play) -> dict:
-    """Of one joint solution of each problem, greedy and sampled: whether it is right, its convention, its parts."""
+    """The same of one joint solution of each problem, greedy and sampled."""
     scores = {}
     for split, name in SPLITS.items():
         problems = t.problems(t.args.eval_examples, split)

@@ -21,7 +21,6 @@ Departures:
 7. A tiny model learns the form of a further answer by SFT first (chat_sft --demo-shares refine:0.3, and --role both for
    the chain's verifier).
 """
-from collections.abc import Callable
 from typing import NamedTuple
 
 from nanochat.cli import at_least
@@ -37,9 +36,7 @@ from nanochat.rl.records.prompts import empty_verifier_prompt, refine_prompt
 from nanochat.rl.records.rollouts import Rollouts
 from tasks.common import Problem
 
-TAGS = dict(family="team", verifier="generative, RL on outcomes, in the same model", reward="outcome + progress",
-            credit="z-score per turn",
-            status="runs: below GRPO at equal tokens on three seeds; last answers are no better than first ones")
+STATUS = "runs: below GRPO at equal tokens on three seeds; last answers are no better than first ones"
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["final/accuracy", "final/delta"]}
 TABLE = {
@@ -51,13 +48,8 @@ TABLE = {
 }
 
 
-# Shaping: (what a turn earns, mean of the turns before) -> Delta
-
-SHAPING: dict[str, Callable[[float, float], float]] = {
-    "none": lambda R, Q: 0.0,
-    "margin": lambda R, Q: R - Q,
-    "quality": lambda R, Q: Q * R - (1 - Q) * (1 - R),
-}
+# (what a turn earns, mean of the turns before) -> Delta
+SHAPING = {"none": lambda R, Q: 0.0, "margin": lambda R, Q: R - Q, "quality": lambda R, Q: Q * R - (1 - Q) * (1 - R)}
 
 
 def shaped(R: float | None, Q: float | None, alpha: float, shaping: str) -> float | None:
@@ -66,14 +58,10 @@ def shaped(R: float | None, Q: float | None, alpha: float, shaping: str) -> floa
 
 
 def means_before(turns: list[list[float | None]], num: int, team: int) -> list[float | None]:
-    """Q of each of the `num` rollouts of the next turn: the mean of the known rewards of its team, so many in a row, in
-    all turns so far; None where there are none. turns: the rewards of each (N,)"""
-    means = []
-    for n in range(num):
-        start = n - n % team
-        known = [R for turn in turns for R in turn[start: start + team] if R is not None]
-        means.append(sum(known) / len(known) if known else None)
-    return means
+    """Q of each of the `num` rollouts of the next turn: the mean of the known rewards of its team, `team` rollouts in a
+    row, in all turns so far; None where there are none. turns: the rewards of each (N,)"""
+    starts = [n - n % team for n in range(num)]
+    return [share_of([R for turn in turns for R in turn[i: i + team] if R is not None]) for i in starts]
 
 
 # Graphs: (t, problems, samples of each, greedy) -> turns
@@ -115,8 +103,6 @@ def team_size(args) -> int:
     return args.num_agents if args.graph == "debate" else 1
 
 
-# Flags
-
 def add_args(group) -> None:
     group.add_argument("--graph", default="debate", choices=list(GRAPHS), help="who works with whom")
     group.add_argument("--num-agents", type=at_least(2), default=2,
@@ -146,8 +132,6 @@ def draws(args) -> dict[str, Draw]:
                                       quoted=limit)
     return found
 
-
-# The algorithm
 
 def play(t: Play):
     turns = GRAPHS[t.args.graph](t, t.problems(), t.args.num_samples)

@@ -33,11 +33,10 @@ from nanochat.rl.measure.observe import log_rewards, log_variances
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.verify.log_odds import bce_coefficients, log_judgments, log_odds, mean_over, verdict_parts
 
-TAGS = dict(family="generator-critic", verifier="critic, log-odds before each token", reward="outcome",
-            credit="GAE, whitened over the batch",
-            status="runs: as GRPO or below it in two settings of three seeds each; its critics explain little")
+STATUS = "runs: as GRPO or below it in two settings of three seeds each; its critics explain little"
 ROLES = {"generator": RoleSpec("--model-tag"), "critic": RoleSpec("--critic-tag", lr="--critic-lr")}
 SHOWN = {"critic": ["bce", "explained"]}
+evaluate = pass_at_1
 
 
 def add_args(group) -> None:
@@ -66,10 +65,8 @@ def draws(args) -> dict[str, Draw]:
             "valued": Draw("critic", *size, trained=True, teacher_forced=True, scored=2)}
 
 
-# VAPO's formulas
-
 def adaptive_lambda(lengths: torch.Tensor, alpha: float) -> torch.Tensor:
-    """1 - 1 / (alpha l), not below 0: the weights of the errors then add up to alpha l. lengths (N,) -> (N,)"""
+    """VAPO: 1 - 1 / (alpha l), not below 0, so the weights of the errors add up to alpha l. lengths (N,) -> (N,)"""
     return (1 - 1 / (alpha * lengths)).clamp(min=0)
 
 
@@ -80,10 +77,7 @@ def likelihood_bonus(right: torch.Tensor, lengths: torch.Tensor, coef: float, re
     return coef * right * num_tokens / num_right.clamp(min=1)
 
 
-# The algorithm
-
 def play(t: Play):
-    """Solutions, their values, and an update of either role; in the pretraining of the critic alone."""
     is_pretraining = t.steps["critic"] < t.args.value_pretrain
     solutions = t.solve("solutions", t.problems())
     outcomes = t.check(solutions)
@@ -123,7 +117,3 @@ def explained_variance(t: Play, returns: torch.Tensor, values: torch.Tensor) -> 
     of_returns, of_errors = (squares / max(1, num) - (total / max(1, num)) ** 2
                              for total, squares in zip(sums[::2], sums[1::2], strict=True))
     return 1 - of_errors / of_returns if of_returns > 1e-12 else None
-
-
-def evaluate(t: Play) -> dict:
-    return pass_at_1(t, "generator")

@@ -8,8 +8,8 @@ Those have 256 problems with 4 rollouts each, and rates of 5e-7 (generator) and 
 Departures:
 1. One optimizer step of each role per batch; the released code takes several on parts of it.
 2. Problems outside of --accuracy-filter are left out and counted; the batch is not filled up with others.
-3. --process-baseline: the paper's equation subtracts the mean of the other rollouts' mean process rewards. The released
-   code also adds (r_t - the rollout's own mean) / (K - 1). The equation is the default.
+3. The mean of the other rollouts' mean process rewards is subtracted, as in the paper's equation. The released code
+   also adds (r_t - the rollout's own mean) / (K - 1).
 4. --process-norm batch is the released code's, but with one maximum over all ranks instead of one for each.
 5. The last token keeps its process reward, as in the released code; the later recipe in verl drops it.
 6. Rollouts that cannot be scored are left out, so K is the number of those that are.
@@ -31,15 +31,12 @@ from nanochat.rl.measure.observe import log_odds_scores, log_rewards, log_varian
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.rollouts import Rollouts
 
-TAGS = dict(family="generator-verifier", verifier="log-ratio, BCE on outcomes", reward="outcome + process",
-            credit="RLOO per source",
-            status="runs: what process rewards add to outcomes is not shown")
+STATUS = "runs: what process rewards add to outcomes is not shown"
 ROLES = {"generator": RoleSpec("--model-tag"), "prm": RoleSpec("--model-tag", lr="--prm-lr", reference=True)}
 SHOWN = {"prm": ["bce", "pair_accuracy", "step_auc"]}
+evaluate = pass_at_1
 EPSILON = 1e-6  # added to divisors
 
-
-# Flags
 
 def add_args(group) -> None:
     group.add_argument("--prm-beta", type=above(0), default=0.05, help="beta: process reward per log-ratio")
@@ -50,7 +47,6 @@ def add_args(group) -> None:
                        "it equals its reference, and outcomes alone reward")
     group.add_argument("--accuracy-filter", type=SHARE, nargs=2, default=[0.2, 0.8], metavar=("LOW", "HIGH"),
                        help="accuracies of the problems that are trained on; 0 1 = all")
-    group.add_argument("--process-baseline", default="paper", choices=["paper", "code"])
     group.add_argument("--process-norm", default="batch", choices=["batch", "none"],
                        help="batch: process rewards are divided by their largest return")
     group.set_defaults(advantage="rloo", kl_coef=0.0, aggregation="token")
@@ -65,22 +61,17 @@ def check(args, task) -> None:
     check_one_update(args)
 
 
-# What a run is made of
-
 def updates(args) -> dict[str, int]:
     most = 0 if args.prm_update == "none" else args.prm_freeze_after
     return {"generator": args.num_steps, "prm": args.num_steps if most < 0 else min(args.num_steps, most)}
 
 
 def draws(args) -> dict[str, Draw]:
-    """The rollouts, which the generator samples and the PRM is given."""
     size = (args.examples_per_step, args.num_samples, args.max_new_tokens)
     return {"solutions": Draw("generator", *size, trained=True),
             "scored": Draw("prm", *size, updates(args)["prm"], trained=True, teacher_forced=True,
                            scored=2 if args.prm_update == "before" else 1)}
 
-
-# Formulas
 
 def prm_coefficients(q: torch.Tensor, outcomes: list[bool], mask: torch.Tensor, beta: float) -> torch.Tensor:
     """Minus the gradient of BCE(sigma(beta sum_t q_t), outcome) in each token's logprob. q, mask (N, T) -> (N, T)"""
@@ -88,19 +79,13 @@ def prm_coefficients(q: torch.Tensor, outcomes: list[bool], mask: torch.Tensor, 
     return beta * (right - torch.sigmoid(beta * q.sum(dim=1)))[:, None] * mask
 
 
-def process_rloo(rewards: torch.Tensor, mask: torch.Tensor, group_id: torch.Tensor, baseline: str) -> torch.Tensor:
+def process_rloo(rewards: torch.Tensor, mask: torch.Tensor, group_id: torch.Tensor) -> torch.Tensor:
     """Process rewards less the mean, over the group's K - 1 other rollouts, of their mean reward; 0 in a group of one.
-
-    baseline "code": plus (r_t - own mean) / (K - 1), which makes r_t K / (K - 1) - sum of all means / (K - 1).
-    rewards, mask (N, T), group_id (N,) -> (N, T)
-    """
+    rewards, mask (N, T), group_id (N,) -> (N, T)"""
     means = rewards.sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # (N,)
     total = torch.zeros_like(means).index_add_(0, group_id, means)[group_id]
     K = torch.bincount(group_id)[group_id]
-    others = (K - 1).clamp(min=1)
-    centred = rewards - ((total - means) / others)[:, None]
-    if baseline == "code":
-        centred = centred + (rewards - means[:, None]) / others[:, None]
+    centred = rewards - ((total - means) / (K - 1).clamp(min=1))[:, None]
     return centred * mask * (K > 1)[:, None]
 
 
@@ -110,10 +95,7 @@ def largest_return(rewards: torch.Tensor, reduce) -> torch.Tensor:
     return reduce(torch.cat([sizes, sizes.new_zeros(1)]).max(), "max")  # a rank may have no rollouts
 
 
-# The algorithm
-
 def play(t: Play):
-    """Rollouts, the problems neither too easy nor too hard, their process rewards, and an update of each role."""
     solutions = t.solve("solutions", t.problems())
     solutions.columns = {"outcome": t.check(solutions)}
     rollouts = filtered(t, solutions)
@@ -145,7 +127,7 @@ def prm_update(rollouts: Rollouts, q: torch.Tensor, beta: float) -> Update:
 
 
 def filtered(t: Play, solutions: Rollouts) -> Rollouts:
-    """The rollouts that are trained on; logs all, and the share of problems that are left out."""
+    """Those of problems neither too easy nor too hard; logs all, and the share of problems that are left out."""
     outcomes, group_id = solutions.columns["outcome"], solutions.group_id.tolist()
     rows = keep_groups(outcomes, group_id, *t.args.accuracy_filter)
     left = {group_id[n] for n in rows}
@@ -161,12 +143,8 @@ def advantages_of(t: Play, rollouts: Rollouts, q: torch.Tensor) -> torch.Tensor:
     largest = largest_return(rewards, t.reduce)
     if t.args.process_norm == "batch":
         rewards = rewards / (largest + EPSILON)                                              # dp_prime.py: prime_norm
-    process = to_go(process_rloo(rewards, rollouts.mask, rollouts.group_id, t.args.process_baseline))
+    process = to_go(process_rloo(rewards, rollouts.mask, rollouts.group_id))
     outcome = source_advantages(outcome_rewards(rollouts.columns["outcome"], rollouts.lengths), rollouts.group_id,
                                 rollouts.tokens.shape[1], PRESETS["rloo"])
     t.log("generator", {"largest_process_return": largest.item()})
     return whiten(process + outcome, rollouts.mask, t.reduce)                                # core_algos.py
-
-
-def evaluate(t: Play) -> dict:
-    return pass_at_1(t, "generator")

@@ -26,12 +26,10 @@ from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.prefixes import prompt_after
 
-TAGS = dict(family="generator-prover", verifier="continuations", reward="outcome + progress",
-            credit="z-score of the sum",
-            status="runs: no gain over GRPO on three seeds at six times its tokens, its prover being as weak as the "
-                   "policy")
+STATUS = "runs: no gain over GRPO on three seeds at six times its tokens, its prover being as weak as the policy"
 ROLES = {"generator": RoleSpec("--model-tag"), "prover": RoleSpec("--prover-tag", trained=False)}
 SHOWN = {"generator": ["rewards/step/mean", "step_abstained"]}
+evaluate = pass_at_1
 STEP_VALUES = ("pav", "math_shepherd", "math_shepherd_soft", "rpe")  # of METHODS those that ask in one round
 
 
@@ -58,7 +56,6 @@ def draws(args) -> dict[str, Draw]:
 
 
 def play(t: Play):
-    """Solutions, the rewards of their outcomes and steps, and an update."""
     solutions = t.solve("solutions", t.problems())
     outcomes, steps = t.check(solutions), t.read_solutions(solutions)
     values = step_values(t, solutions, [s.step_ends for s in steps])
@@ -78,8 +75,8 @@ def play(t: Play):
 
 
 def step_values(t: Play, solutions: Rollouts, step_ends: list[list[int]]) -> list[list[float] | None]:
-    """A number per reasoning step of each solution, as --step-values makes them of the values of its prefixes; None
-    where the continuations of one cannot be scored, or there are too many steps."""
+    """A number per reasoning step of each solution, by --step-values from the values of its prefixes; None where the
+    continuations of one cannot be scored, or there are too many steps."""
     rows, prompts, method = solutions.completions(), solutions.prompt_of(), METHODS[t.args.step_values]
     few = [n for n, ends in enumerate(step_ends) if len(ends) <= t.args.most_steps]
 
@@ -109,7 +106,3 @@ def prefix_values(t: Play, prefixes: dict, value: str) -> dict:
     known = [[o for o in outcomes[i: i + N] if o is not None] for i in range(0, len(outcomes), N)]
     return {key: pass_at_k(len(row), sum(row), K) if len(row) >= K else None
             for key, row in zip(prefixes, known, strict=True)}
-
-
-def evaluate(t: Play) -> dict:
-    return pass_at_1(t, "generator")

@@ -17,20 +17,17 @@ Departures:
 6. A tiny model learns the form of a second attempt by SFT first (chat_sft --demo-shares refine:0.5); else none of them
    is right.
 """
-import torch
-
 from nanochat.cli import at_least
-from nanochat.common import BadInput
 from nanochat.kernels.losses import PolicyLoss
-from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS
 from nanochat.rl.measure.observe import log_rewards
+from nanochat.rl.measure.scores import share_of
+from nanochat.rl.play.pairs import check  # noqa: F401
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import refine_prompt
 
-TAGS = dict(family="single model, two turns", verifier="none", reward="outcome + progress", credit="RLOO per turn",
-            status="runs: its second turn corrects nothing here")
+STATUS = "runs: its second turn corrects nothing here"
 ROLES = {"generator": RoleSpec("--model-tag", reference=True)}
 SHOWN = {"generator": ["stage", "turn2/accuracy", "turn2/delta"]}
 TABLE = {
@@ -55,20 +52,12 @@ def add_args(group) -> None:
     group.add_argument("--credit", default="own", choices=list(CREDIT), help="rewards of the first attempt")
 
 
-def check(args, task) -> None:
-    if args.num_samples < 2:
-        raise BadInput("--num-samples 1: the baseline is the mean of a problem's other samples; give at least 2")
-    check_one_update(args)
-
-
 def draws(args) -> dict[str, Draw]:
     P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
     return {"solutions": Draw("generator", P, G, limit, trained=True, scored=1),
             "second": Draw("generator", P * G, 1, limit, trained=True, wrap=refine_prompt, quoted=limit,
                            scored=1)}
 
-
-# The formulas
 
 def turn_rewards(first: bool | None, second: bool | None, stage: int, alpha: float, credit: str = "own") -> tuple:
     """What either attempt earns, from the outcomes of both; None, None where one is not known."""
@@ -81,11 +70,6 @@ def turn_rewards(first: bool | None, second: bool | None, stage: int, alpha: flo
     return CREDIT[credit](own, later), later
 
 
-def with_kl(advantages: torch.Tensor, log_ratio: torch.Tensor, beta: float) -> torch.Tensor:
-    """A - beta (log pi - log ref), which adds beta (log pi - log ref)^2 / 2 to the loss. All (N, T)."""
-    return advantages - beta * log_ratio
-
-
 def changes(outcomes: list) -> dict[str, list]:
     """Per episode whose outcomes (first, second) are known: second less first, wrong then right, right then wrong."""
     known = [(a, b) for a, b in outcomes if None not in (a, b)]
@@ -93,10 +77,7 @@ def changes(outcomes: list) -> dict[str, list]:
             "right_to_wrong": [a > b for a, b in known]}
 
 
-# The algorithm
-
 def play(t: Play):
-    """Two attempts in a row at each problem, G times, and one update on both."""
     args, stage = t.args, 1 if t.steps["generator"] < t.args.stage1_steps else 2
     first = t.solve("solutions", t.problems())
     second = t.refine("second", first, [""] * len(first))  # about the first one nothing is said
@@ -109,7 +90,7 @@ def play(t: Play):
         # Second attempts at a problem are one group too, although each has a prompt of its own.
         advantages = t.advantages(rollouts, values, groups=first.group_id, preset="rloo")
         log_ratio = t.logprobs("generator", rollouts) - t.logprobs("generator", rollouts, reference=True)  # (N, T)
-        parts.append((rollouts, with_kl(advantages, log_ratio, beta)))
+        parts.append((rollouts, advantages - beta * log_ratio))  # adds beta (log pi - log ref)^2 / 2 to the loss
         kl = log_ratio.sum(dim=1).tolist()  # of a whole attempt
         t.log("generator", t.mean({f"turn{turn}/shaped_reward": values, f"turn{turn}/kl": kl}))
 
@@ -133,5 +114,5 @@ def evaluate(t: Play) -> dict:
         second = t.refine("eval_second", first, [""] * len(first), 1, role="generator", greedy=True)
         pairs = t.gather([[a is True, b is True] for a, b in zip(t.check(first), t.check(second), strict=True)])
         found = {"pass1": [a for a, _ in pairs], "turn2": [b for _, b in pairs], **changes(pairs)}
-        scores |= {f"gen/{key}_{name}": sum(values) / len(values) if pairs else None for key, values in found.items()}
+        scores |= {f"gen/{key}_{name}": share_of(values) for key, values in found.items()}
     return scores

@@ -24,8 +24,7 @@ from nanochat.rl.measure.observe import log_rewards, log_variances
 from nanochat.rl.measure.voting import auroc
 from nanochat.rl.play.play import Play, Update
 
-TAGS = dict(family="single model", verifier="simulated", reward="a spoiled outcome", credit="z-score",
-            status="runs: at equal accuracy the judge with more ties taught better, where slower was expected")
+STATUS = "runs: at equal accuracy the judge with more ties taught better, where slower was expected"
 SHOWN = {"generator": ["judge_auc", "zero_variance/judge"]}
 
 

@@ -29,6 +29,7 @@ from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS
 from nanochat.rl.measure.observe import log_rewards, log_variances
+from nanochat.rl.measure.scores import share_of
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import Prompt, reference_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
@@ -36,10 +37,7 @@ from nanochat.rl.verify.log_odds import (bce_coefficients, end_mask, end_read, e
                                          log_margins, log_odds, pair_coefficients, verdict_parts)
 from tasks.common import Problem, demo_of
 
-TAGS = dict(family="generator-verifier", verifier="outcome with reference, pairs of the policy's making",
-            reward="sigma of log-odds", credit="z-score",
-            status="runs: its frozen arm is gamed on three seeds, Cooper at most mildly, but it is below the rule on "
-                   "two")
+STATUS = "runs: its frozen arm is gamed on three seeds, Cooper at most mildly, but it is below the rule on two"
 ROLES = {"generator": RoleSpec("--model-tag"), "rm": RoleSpec("--rm-tag", lr="--rm-lr")}
 SHOWN = {"generator": ["rewards/outcome/mean", "reasoning_steps"], "rm": ["pair_loss", "pair_accuracy"]}
 TABLE = {"gen/pass1_in": "greedy pass@1 by the gold check, in distribution", "gen/pass1_out": "the same, longer",
@@ -88,8 +86,6 @@ def eval_step(t: Play) -> int:
     return t.step - t.args.rm_pretrain
 
 
-# The reward model's view of a solution
-
 def with_answers(t: Play, problems: list[Problem]) -> list[Prompt]:
     """The problems with their gold answers, which solutions are scored after."""
     return t.each(lambda p: Prompt(reference_prompt(t.tokenizer, t.task.fmt, p.prompt, p.answer), p), problems)
@@ -106,10 +102,7 @@ def accepted_by_rule(t: Play, problems: list[Problem], texts: list[str]) -> list
     return t.each(lambda pair: rule(*pair), list(zip(problems, texts, strict=True)))
 
 
-# The algorithm
-
 def play(t: Play):
-    """Once the reward model is pretrained: G solutions of each problem, their rewards, an update of either."""
     if t.step < t.args.rm_pretrain:
         yield from pretrain(t)
         return
@@ -203,5 +196,5 @@ def evaluate(t: Play) -> dict:
         columns = [[o is True for o in t.check(solutions)], [a is True for a in accepted], chances]
         rows = t.gather([list(row) for row in zip(*columns, strict=True)])
         for k, key in enumerate(("pass1", "rule", "proxy")):
-            found[f"gen/{key}_{name}"] = sum(row[k] for row in rows) / len(rows) if rows else None
+            found[f"gen/{key}_{name}"] = share_of([row[k] for row in rows])
     return found

@@ -7,8 +7,7 @@ in the text. The loss is (1 - lambda) times the LM loss on these critiques, plus
 -log sigma(s_right - s_wrong) over the pairs. lambda goes from --bt-start to --bt-end over the run: the verifier first
 learns to write, then to score.
 
-A solution's chance is the mean over --verifications critiques. --critiques none is the arm without critiques: the
-verdict is asked for at once, and the pair loss alone is learned.
+A solution's chance is the mean over --verifications critiques.
 
 Departures:
 1. The scalar head is the difference of two rows of the LM head, read where the verdict stands. Theirs is a linear head
@@ -22,49 +21,42 @@ Departures:
 5. lambda is linear in the number of updates.
 6. What is averaged over critiques is sigma(s), not s.
 """
+from functools import partial
+
 import torch
 
 from nanochat.cli import SHARE, at_least
-from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.observe import log_rewards, verification_columns
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.comparing import warn_of_form
 from nanochat.rl.verify.judge_evals import add_judged_args, judged_draws, scores_as_judge
-from nanochat.rl.verify.judges import verdict_draw, written_draw
-from nanochat.rl.verify.labelled import (Labelled, add_label_args, as_rollouts, check_labels, check_pairs,
-                                         pairs_of_step, quoting_labelled)
+from nanochat.rl.verify.judges import written_draw
+from nanochat.rl.verify.labelled import (Labelled, add_label_args, as_rollouts, check_pairs, pairs_of_step,
+                                         quoting_labelled)
 from nanochat.rl.verify.log_odds import learn_verdicts, likelihood_parts, log_margins, pair_coefficients
-from nanochat.rl.verify.spots import Spot, forced_verdicts, log_odds_at, spot_parts, verdict_spots
+from nanochat.rl.verify.spots import Spot, log_odds_at, spot_parts, verdict_spots
 
-TAGS = dict(family="supervised verifier", verifier="generative, own critiques, then a scalar", reward="none: labels",
-            status="runs: it finds more first errors on two seeds of three, its verdicts on steps get worse")
+STATUS = "runs: it finds more first errors on two seeds of three, its verdicts on steps get worse"
 ROLES = {"generator": RoleSpec("--model-tag", trained=False), "verifier": RoleSpec("--verifier-tag", "-ver")}
 SHOWN = {"verifier": ["kept", "pair_loss", "pair_accuracy"]}
-JUDGE = {"self": "analysed", "none": "verdict"}
+check = check_pairs
+evaluate = partial(scores_as_judge, judge="analysed")
 
 
 def add_args(group) -> None:
     add_label_args(group)
     add_judged_args(group)
     group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
-    group.add_argument("--critiques", default="self", choices=list(JUDGE), help="who writes them")
     group.add_argument("--bt-start", type=SHARE, default=0.0, help="lambda, the pair loss's share, at the first update")
-    group.add_argument("--bt-end", type=SHARE, default=1.0,
-                       help="at the last; with --critiques none the share is always 1")
-
-
-def check(args, task) -> None:
-    check_one_update(args)
-    check_labels(args, task)
-    check_pairs(args, task)
+    group.add_argument("--bt-end", type=SHARE, default=1.0, help="at the last")
 
 
 def draws(args) -> dict[str, Draw]:
-    asked, num_samples = (written_draw, args.num_samples) if args.critiques == "self" else (verdict_draw, 1)
-    critiques = asked(args, args.examples_per_step, 2, None)._replace(num_samples=num_samples, trained=True, scored=2)
-    return judged_draws(args, JUDGE[args.critiques]) | {"critiques": quoting_labelled(args, critiques)}
+    critiques = written_draw(args, args.examples_per_step, 2, None)._replace(num_samples=args.num_samples,
+                                                                             trained=True, scored=2)
+    return judged_draws(args, "analysed") | {"critiques": quoting_labelled(args, critiques)}
 
 
 def paired_critiques(t: Play, solutions: Rollouts, rows: list[Labelled]) -> tuple[Rollouts, list[Spot]]:
@@ -96,13 +88,9 @@ def in_pairs(of_each: list[int]) -> list[int]:
 
 def play(t: Play):
     rows = [row for pair in pairs_of_step(t, "verifier") for row in pair]                      # right, wrong, ...
-    solutions, share = as_rollouts(t, "verifier", rows), 1.0
-    if t.args.critiques == "self":
-        rollouts, spots = paired_critiques(t, solutions, rows)
-        share = t.args.bt_start + (t.args.bt_end - t.args.bt_start) * t.progress("verifier")   # lambda
-        placed = list(enumerate(spots))
-    else:
-        rollouts, placed = forced_verdicts(t, "verifier", solutions, [row.outcome for row in rows])
+    rollouts, spots = paired_critiques(t, as_rollouts(t, "verifier", rows), rows)
+    share = t.args.bt_start + (t.args.bt_end - t.args.bt_start) * t.progress("verifier")       # lambda
+    placed = list(enumerate(spots))
     s = log_odds_at(t, "verifier", rollouts, placed)                                           # (N,)
     log_margins(t, "verifier", s[::2] - s[1::2])
     num_pairs, N = len(rollouts) // 2, len(rollouts)
@@ -114,7 +102,3 @@ def play(t: Play):
         pull = pair_coefficients(s, list(range(0, N, 2)), list(range(1, N, 2)))
         losses.append((spot_parts(rollouts, placed, share * pull), num_pairs))
     yield from learn_verdicts(t, "verifier", *losses)
-
-
-def evaluate(t: Play) -> dict:
-    return scores_as_judge(t, JUDGE[t.args.critiques])

@@ -23,7 +23,6 @@ import torch
 
 from nanochat.cli import at_least
 from nanochat.common import BadInput
-from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import listed, numbered, solve_prompt
@@ -37,8 +36,7 @@ from nanochat.rl.verify.labelled import (Labelled, add_label_args, by_problem, c
 from nanochat.rl.verify.log_odds import bce_coefficients, learn_likelihood, learn_verdicts, log_margins
 from nanochat.rl.verify.spots import log_odds_at, spot_parts
 
-TAGS = dict(family="supervised verifier", verifier="generative, pairs, choice at once", reward="none: labels",
-            status="runs: it judges pairs about as well as chance on three seeds")
+STATUS = "runs: it judges pairs about as well as chance on three seeds"
 ROLES = {"generator": RoleSpec("--model-tag", trained=False), "verifier": RoleSpec("--verifier-tag", "-ver")}
 SHOWN = {"verifier": ["solution_nll", "pair_loss", "pair_accuracy"]}
 TABLE = PAIR_TABLE
@@ -57,7 +55,6 @@ def add_args(group) -> None:
 def check(args, task) -> None:
     if not 0 <= args.label_smoothing < 1:
         raise BadInput(f"--label-smoothing {args.label_smoothing}: must be from 0, and below 1")
-    check_one_update(args)
     check_labels(args, task)
     if args.pretrain_steps and not with_two(read_labelled(args.labels, task)):
         raise BadInput(f"--labels {args.labels}: has no problem with two solutions, which --pretrain-steps learns from")
@@ -102,7 +99,7 @@ def smoothed_coefficients(s: torch.Tensor, labels: torch.Tensor, smoothing: floa
 
 
 def choose(t: Play):
-    """The choice between a right and a wrong solution, which takes A's place or B's."""
+    """The choice between a right and a wrong solution, of which either may be A."""
     pairs = pairs_of_step(t, "verifier")
     places = balanced_places(t.args.examples_per_step, 2, random.Random(f"{t.args.seed}-{t.step}-places"))
     shown = [Candidates(pair[0].problem, lined_up([row.solution for row in pair], place), place)

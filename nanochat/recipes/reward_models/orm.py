@@ -15,20 +15,18 @@ Departures:
 import torch
 
 from nanochat.cli import at_least
-from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.verify.judge_evals import add_judged_args, judged_draws, scores_as_judge
-from nanochat.rl.verify.labelled import (add_label_args, as_rollouts, check_labels, check_outcomes, labelled_draw,
+from nanochat.rl.verify.labelled import (add_label_args, as_rollouts, check_outcomes, labelled_draw,
                                          labelled_of_step)
 from nanochat.rl.verify.log_odds import (LOSSES, PLACES, learn_verdicts, likelihood_parts, log_judgments, log_odds,
                                          verdict_parts)
 
-TAGS = dict(family="supervised verifier", verifier="outcome, log-odds at the end or every token", reward="none: labels",
-            status="runs: best of 8 is above the majority vote, and it ranks solutions (AUC 63); no gain as a reward "
-                   "is shown")
+STATUS = "runs: best of 8 is above the majority vote, and it ranks solutions (AUC 63); no gain as a reward is shown"
 ROLES = {"generator": RoleSpec("--model-tag", trained=False), "verifier": RoleSpec("--verifier-tag", "-ver")}
 SHOWN = {"verifier": ["bce", "accuracy"]}
+check = check_outcomes
 
 
 def add_args(group) -> None:
@@ -38,12 +36,6 @@ def add_args(group) -> None:
     group.add_argument("--orm-loss", default="bce", choices=list(LOSSES), help="of V against the outcome")
     group.add_argument("--lm-coef", type=at_least(0, float), default=0.0,
                        help="weight of the LM loss on right solutions")
-
-
-def check(args, task) -> None:
-    check_one_update(args)
-    check_labels(args, task)
-    check_outcomes(args, task)
 
 
 def draws(args) -> dict[str, Draw]:

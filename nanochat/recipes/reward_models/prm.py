@@ -16,9 +16,9 @@ Departures:
 """
 import argparse
 from dataclasses import replace
+from functools import partial
 
 from nanochat.common import BadInput
-from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.verify.judge_evals import add_judged_args, judged_draws, scores_as_judge
@@ -26,11 +26,10 @@ from nanochat.rl.verify.labelled import add_label_args, as_rollouts, check_label
 from nanochat.rl.verify.log_odds import (PLACES, bce_coefficients, learn_verdicts, log_judgments, log_odds,
                                          steps_filled, verdict_parts)
 
-TAGS = dict(family="supervised verifier", verifier="process, log-odds after steps", reward="none: labels",
-            status="works: on gold labels the best judge of all kinds, on three seeds; as a reward it was gamed on one "
-                   "of them")
+STATUS = "works: on gold labels the best judge of all kinds, on three seeds; as a reward it was gamed on one of them"
 ROLES = {"generator": RoleSpec("--model-tag", trained=False), "verifier": RoleSpec("--verifier-tag", "-ver")}
 SHOWN = {"verifier": ["bce", "accuracy"]}
+evaluate = partial(scores_as_judge, judge="steps")
 LABELS = {"soft": lambda label: label, "hard": lambda label: float(label > 0),
           "progress": lambda label: (1 + label) / 2}
 
@@ -45,7 +44,6 @@ def add_args(group) -> None:
 
 
 def check(args, task) -> None:
-    check_one_update(args)
     is_progress = args.prm_labels == "progress"
     if is_progress and args.until_first_error:
         raise BadInput("--until-first-error: with --prm-labels progress no label says that a step is an error")
@@ -76,7 +74,3 @@ def play(t: Play):
     log_judgments(t, "verifier", s, labels, places)
     coefficients = bce_coefficients(s, labels, places)                                     # y - V
     yield from learn_verdicts(t, "verifier", (verdict_parts(t, rollouts, coefficients), places.sum().item()))
-
-
-def evaluate(t: Play) -> dict:
-    return scores_as_judge(t, "steps")

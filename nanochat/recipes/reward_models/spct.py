@@ -18,14 +18,13 @@ from nanochat.cli import at_least
 from nanochat.common import BadInput
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS
+from nanochat.rl.measure.scores import share_of
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.comparing import (add_judge_args, candidate_draws, candidate_prompts, held_out_candidates,
                                           judge, learn_to_judge, mean_scores, read_scores, warn_of_form)
 from nanochat.rl.verify.forms import MOST_SOLUTIONS
 
-TAGS = dict(family="verifier alone", verifier="generative, scores", reward="rank, ties are wrong", credit="z-score",
-            status="runs: 8 votes are better than one on three seeds; no gain from RL is shown, and none from the meta "
-                   "filter")
+STATUS = "runs: 8 votes are better than one on three seeds; no gain from RL is shown, and none from the meta filter"
 ROLES = {"generator": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
 SHOWN = {"verifier": ["ranked_right", "parse_fail"]}
@@ -62,23 +61,15 @@ def ranked_right(scores: list[float | None] | None, right: int) -> bool:
     return all(scores[right] > score for place, score in enumerate(scores) if place != right)
 
 
-def rank_reward(scores: list[int] | None, right: int) -> float:
-    """1 where the right solution is ranked first, else -1."""
-    return 1.0 if ranked_right(scores, right) else -1.0
-
-
 def play(t):
-    """Candidates of each problem that has one, a group of verifications of it, and an update of the verifier."""
     rollouts, shown = judge(t, "scores", t.args.num_judged)
     scores = read_scores(t, rollouts, t.args.num_judged)
-    rewards = [rank_reward(row, line.right) for row, line in zip(scores, shown, strict=True)]
+    hits = [ranked_right(row, line.right) for row, line in zip(scores, shown, strict=True)]
     t.log("verifier", t.mean({
-        "ranked_right": [reward > 0 for reward in rewards], "parse_fail": [row is None for row in scores],
+        "ranked_right": hits, "parse_fail": [row is None for row in scores],
         "tied": [len(row) > 1 and row.count(max(row)) > 1 for row in scores if row is not None]}))
-    yield from learn_to_judge(t, rollouts, rewards)
+    yield from learn_to_judge(t, rollouts, [1.0 if hit else -1.0 for hit in hits])
 
-
-# Votes
 
 def likelier_half(votes: list, likelihood: list[float]) -> list:
     """The half of the votes with the highest likelihood, ties going to the earlier one."""
@@ -107,7 +98,7 @@ def evaluate(t) -> dict:
             meta = ranked_right(mean_scores(likelier_half(votes[own], likelihood[own]), n), line.right)
             rows.append(by_k | {"acc_meta": meta, "parse_fail": votes[own].count(None) / VOTES[-1]})
         rows = t.gather(rows)
-        scores = {key: sum(row[key] for row in rows) / len(rows) if rows else None
+        scores = {key: share_of([row[key] for row in rows])
                   for key in (*(f"acc_k{k}" for k in VOTES), "acc_meta", "parse_fail")}
         warn_of_form(t, "scores", scores["parse_fail"])
         found |= {f"ver/{key}_{name}": value for key, value in scores.items()} | {f"ver/num_lineups_{name}": len(rows)}

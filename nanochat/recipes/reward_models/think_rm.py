@@ -21,15 +21,14 @@ from nanochat.rl.verify.comparing import (PAIR_TABLE, Candidates, add_judge_args
                                           judge, learn_to_judge, read_choices, scores_of_pairs)
 from nanochat.rl.verify.forms import num_wrong, strength
 
-TAGS = dict(family="verifier alone", verifier="generative, pairs", reward="choice, or graded choice", credit="z-score",
-            status="runs: RL leaves it where SFT did on three seeds, at 56% of pairs")
+STATUS = "runs: RL leaves it where SFT did on three seeds, at 56% of pairs"
 ROLES = {"generator": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
 SHOWN = {"verifier": ["pair_acc", "exact", "parse_fail"]}
 TABLE = PAIR_TABLE
 
 
-# What a choice earns: (choice, the true one) -> reward; both are signed, 0 is none
+# What a choice earns: (choice, the true one) -> reward
 
 def binary_reward(choice: int | None, truth: int) -> float:
     """1 for the right choice, else 0."""
@@ -66,7 +65,6 @@ def true_choice(task, pair: Candidates) -> int:
 
 
 def play(t):
-    """A pair of each problem that has one, a group of verifications of it, and an update of the verifier."""
     rollouts, pairs = judge(t, FORM[t.args.grades], 2)
     choices = read_choices(t, rollouts, graded=t.args.grades == "graded")
     said = list(zip(choices, [true_choice(t.task, pair) for pair in pairs], strict=True))

@@ -25,11 +25,10 @@ from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.verify.comparing import Scores, all_pairs, verified_together
 from nanochat.rl.verify.forms import empty_form_prompt
 
-TAGS = dict(family="generator-verifier", verifier="generative, pairs, frozen", reward="none: differences",
-            credit="mean difference",
-            status="runs: it learns where its judge judges, which is on one seed of three")
+STATUS = "runs: it learns where its judge judges, which is on one seed of three"
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["duels/right_won"]}
+evaluate = pass_at_1
 
 
 def add_args(group) -> None:
@@ -42,7 +41,7 @@ def check(args, task) -> None:
     if args.advantage != "grpo":
         raise BadInput(f"--advantage {args.advantage}: the advantages are of differences, and --advantage has no say")
     if args.num_samples < 2:
-        raise BadInput(f"--num-samples {args.num_samples}: must be at least 2, for a pair")
+        raise BadInput(f"--num-samples {args.num_samples}: must be at least 2, to compare them")
 
 
 def draws(args) -> dict[str, Draw]:
@@ -66,7 +65,6 @@ def differences(pairs: list[list[int]], scores: Scores, num: int, num_votes: int
 
 
 def play(t: Play):
-    """A group of solutions of each problem, a judgment of every pair, and an update by their differences."""
     G, k, form = t.args.num_samples, t.args.verifications, FORM[t.args.grades]
     solutions = t.solve("solutions", t.problems())
     pairs = all_pairs(solutions.group_id.tolist())
@@ -83,7 +81,3 @@ def play(t: Play):
                             if d[a, b] and {outcomes[a], outcomes[b]} == {True, False}]}))
     advantages = torch.cat([*advantages, torch.zeros(0)]).to(t.device)[:, None].expand_as(solutions.tokens)  # (N, T)
     yield Update("generator", [(solutions, advantages)])
-
-
-def evaluate(t: Play) -> dict:
-    return pass_at_1(t, "generator")

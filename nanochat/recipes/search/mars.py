@@ -7,9 +7,8 @@ that of every turn and of everything that System 1 wrote on the way.
 
 Advantages are z-scores within a problem, of each system by itself: System 2's over its trajectories, System 1's over
 all that it wrote for them. After that, System 1's samples are drawn to be as many as System 2's, without repeats where
-there are more, with some twice where there are fewer. A sample is drawn with a chance in proportion to
-(|A| + 1e-6) ** --balance-eta. 0 is the paper's first version, which draws evenly. The second says "advantage-weighted"
-in its abstract; its formula was not found, so what is above 0 is a guess. No code of the authors was found.
+there are more, with some twice where there are fewer. They are drawn evenly, as in the paper's first version. The
+second says "advantage-weighted" in its abstract; neither its formula nor any code of the authors was found.
 
 Search-o1 (Li et al. 2025, arXiv 2501.05366) has the same turns and the same reader, and trains nothing: it is this
 recipe's evaluation with --num-steps 0, and the score before training of every other run. --no-train-condenser learns
@@ -47,16 +46,13 @@ from nanochat.rl.records.prompts import quoting_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
 from tasks.common import Problem
 
-TAGS = dict(family="single model, two prompts, turns", verifier="none", reward="outcome, shared",
-            credit="z-score per system",
-            status="runs: its reasoner asks on, and all but stops beside a frozen reader, on three seeds; its reader "
-                   "gets no better")
+STATUS = ("runs: its reasoner asks on, and all but stops beside a frozen reader, on three seeds; its reader gets no "
+          "better")
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["queries", "condensed/right"]}
-EPSILON = 1e-6  # so that a sample without an advantage may be drawn
+MARK_TOKENS = 16  # around what System 1 wrote, at most
+REMEDY = "lower --most-turns, --max-new-tokens, --condense-tokens or --most-bins"
 
-
-# Flags
 
 def add_args(group) -> None:
     group.add_argument("--most-turns", type=at_least(1, int, 1000), default=6,
@@ -67,8 +63,6 @@ def add_args(group) -> None:
     group.add_argument("--most-bins", type=at_least(1), default=4, help="prompts of System 1 that a query may take")
     group.add_argument("--balance", action=argparse.BooleanOptionalAction, default=True,
                        help="draw as many samples of System 1 as System 2 has turns")
-    group.add_argument("--balance-eta", type=at_least(0, float, 10), default=0.0,
-                       help="draw them by |advantage| to this power; 0 draws evenly")
     group.add_argument("--train-condenser", action=argparse.BooleanOptionalAction, default=True,
                        help="System 1's samples are trained")
 
@@ -96,12 +90,6 @@ def draws(args) -> dict[str, Draw]:
     return found
 
 
-MARK_TOKENS = 16  # around what System 1 wrote, at most
-REMEDY = "lower --most-turns, --max-new-tokens, --condense-tokens or --most-bins"
-
-
-# Formulas
-
 def first_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
     """Bins of places in `sizes`: each goes, the largest first, into the first bin that holds it. One that is too large
     for any is alone."""
@@ -125,18 +113,12 @@ def system_advantages(rewards: list[float | None], group_id: list[int], preset: 
     return source_advantages(terminal_rewards(rewards, one), groups, 1, preset, reduce)[:, 0]
 
 
-def balanced(advantages: list[float], num: int, eta: float, rng: random.Random) -> list[int]:
-    """`num` of these samples, by their places in order: without repeats where there are as many, else each, and some
-    again. The chance of each goes with (|A| + EPSILON) ** eta."""
-    chances = [(abs(a) + EPSILON) ** eta for a in advantages]
-    places = range(len(advantages))
-    if not places:
-        return []
-    if num >= len(places):
-        return sorted([*places, *rng.choices(places, chances, k=num - len(places))])
-    # the largest of log(u) / chance: a draw without repeats (Efraimidis and Spirakis 2006)
-    keys = [-rng.expovariate(1.0) / chance for chance in chances]
-    return sorted(sorted(places, key=lambda i: -keys[i])[:num])
+def balanced(samples: list[int], num: int, rng: random.Random) -> list[int]:
+    """`num` of these samples, in order: without repeats where there are as many, else each, and some again."""
+    if num >= len(samples):
+        return sorted([*samples, *rng.choices(samples, k=num - len(samples))]) if samples else []
+    keys = {n: rng.expovariate(1.0) for n in samples}
+    return sorted(sorted(samples, key=keys.get)[:num])
 
 
 def asked(fmt, text: str) -> str | None:
@@ -145,8 +127,6 @@ def asked(fmt, text: str) -> str | None:
     closed = opened and query.endswith(fmt.query_close)
     return query.removesuffix(fmt.query_close) if closed else None
 
-
-# A trajectory
 
 def run_episodes(t: Play, problems: list[Problem], greedy: bool = False) -> tuple[Rollouts, Rollouts]:
     """A trajectory of each problem: System 2's turns and what System 1 wrote, in the order of sampling, each with the
@@ -199,8 +179,6 @@ def packed(documents: list[str], args) -> list[str]:
     return ["".join(documents[i] for i in sorted(b)) for b in bins]
 
 
-# The algorithm
-
 def play(t: Play):
     G, preset = t.args.num_samples, PRESETS[t.args.advantage]
     problems = t.problems()
@@ -216,8 +194,8 @@ def play(t: Play):
 
     chosen = list(range(len(of_condensed)))
     if t.args.balance:  # the advantages stand
-        chosen = balanced_rows(A1.tolist(), groups1, [problem.index for problem in problems],
-                               Counter(k // G for k in of_turn), t.args.balance_eta, f"{t.args.seed}-{t.step}")
+        chosen = balanced_rows(groups1, [problem.index for problem in problems], Counter(k // G for k in of_turn),
+                               f"{t.args.seed}-{t.step}")
     parts = [(turns, spread(A2[of_turn], turns))]                                              # L_2
     if t.args.train_condenser:
         parts.append((condensed.select(chosen), spread(A1[chosen], condensed)))                # L_1
@@ -225,16 +203,11 @@ def play(t: Play):
     yield Update("generator", parts)
 
 
-def balanced_rows(advantages: list[float], group_id: list[int], indices: list[int], nums: dict[int, int], eta: float,
-                  seed: str) -> list[int]:
+def balanced_rows(group_id: list[int], indices: list[int], nums: dict[int, int], seed: str) -> list[int]:
     """The samples of System 1 that are trained: of each problem `nums` of them, if it has any. indices: of the
     problems, which key the draws, so that they are the same on any number of ranks."""
-    rows = []
-    for g, index in enumerate(indices):
-        mine = [n for n, group in enumerate(group_id) if group == g]
-        drawn = balanced([advantages[n] for n in mine], nums[g], eta, random.Random(f"{seed}-{index}"))
-        rows += [mine[i] for i in drawn]
-    return rows
+    return [n for g, index in enumerate(indices) for n in balanced(
+        [n for n, group in enumerate(group_id) if group == g], nums[g], random.Random(f"{seed}-{index}"))]
 
 
 def spread(advantages: torch.Tensor, rollouts: Rollouts) -> torch.Tensor:

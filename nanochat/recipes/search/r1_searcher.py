@@ -6,9 +6,9 @@ information that the search gave it, and there is one answer, at the end, that i
 from the loss. The advantage is REINFORCE++'s (Hu 2025), normalised over the batch. The authors' scripts have 16
 samples, a learning rate of 2e-6 and no KL.
 
-The released rewards differ from the paper's. Stage 1 also pays 1 for a right answer and takes 1 off for a wrong one
-(--stage1-answer 1); stage 2 takes 1 off for a bad form with Llama (--format-penalty 1). With Qwen there is one stage
-alone, that of 2 (--stage1-steps 0), and the estimators of the scripts are those of a group.
+The released rewards differ from the paper's. Stage 1 also pays 1 for a right answer and takes 1 off for a wrong one;
+stage 2 takes 1 off for a bad form with Llama. With Qwen there is one stage alone, that of 2 (--stage1-steps 0), and the
+estimators of the scripts are those of a group.
 
 Departures:
 1. The answer is right or wrong. Theirs earns the F1 of its words, which is the same of a single one.
@@ -18,28 +18,18 @@ Departures:
 4. Queries and the search are those of recipe search_r1, with its departures 1 and 3.
 """
 from nanochat.cli import at_least
-from nanochat.recipes.search import search_r1
-from nanochat.recipes.search.search_r1 import (add_search_args, answers_once, learn, log_queries, no_search,
-                                               read_queries, scores_of_both, search_of)
-from nanochat.rl.learn.roles import RoleSpec
+from nanochat.recipes.search.search_r1 import (ROLES, TABLE, add_search_args, answers_once, check,  # noqa: F401
+                                               draws, evaluate, learn, log_queries, read_queries, search_of)
 from nanochat.rl.play.play import Play
 
-TAGS = dict(family="single model with a search", verifier="none", reward="search and form, then outcome",
-            credit="normalised over the batch",
-            status="works: its first stage raises the share that searches, its second the accuracy, on three seeds")
-ROLES = {"generator": RoleSpec("--model-tag")}
+STATUS = "works: its first stage raises the share that searches, its second the accuracy, on three seeds"
 SHOWN = {"generator": ["stage", "queries"]}
-TABLE = search_r1.TABLE
-check, draws = search_r1.check, search_r1.draws
+BAD_FORM = 2.0  # what stage 2 takes off for it
 
 
 def add_args(group) -> None:
     add_search_args(group)
     group.add_argument("--stage1-steps", type=at_least(0), default=20, help="steps of stage 1")
-    group.add_argument("--stage1-answer", type=at_least(0, float), default=0.0,
-                       help="what stage 1 pays for a right answer and takes off for a wrong one; the released code: 1")
-    group.add_argument("--format-penalty", type=at_least(0, float), default=2.0,
-                       help="what stage 2 takes off for a bad form")
     group.set_defaults(advantage="reinforce++", kl_coef=0.0)
 
 
@@ -47,18 +37,6 @@ def is_formed(fmt, text: str, stopped: bool, num_queries: int) -> bool:
     """Whether a solution has the form: all information in it is what the search gave to its `num_queries` queries."""
     queries = read_queries(fmt, text)
     return queries is not None and len(queries) == num_queries and answers_once(fmt, text, stopped)
-
-
-def stage1_reward(searches: bool, formed: bool, outcome: bool | None, answer: float = 0.0) -> float | None:
-    """0.5 for a search, 0.5 for the form, and the answer's weight up or down; None where that is not known."""
-    if answer and outcome is None:
-        return None
-    return 0.5 * searches + 0.5 * formed + (answer * (1 if outcome else -1) if answer else 0.0)
-
-
-def stage2_reward(formed: bool, outcome: bool | None, penalty: float) -> float | None:
-    """The answer, less a penalty for a bad form; None where the outcome is not known."""
-    return None if outcome is None else outcome - penalty * (not formed)
 
 
 def play(t: Play):
@@ -71,14 +49,11 @@ def play(t: Play):
     if stage == 1:
         searches = [num > 0 and read_queries(fmt, text) is not None
                     for num, text in zip(num_queries, solutions.texts, strict=True)]
-        rewards = [stage1_reward(*row, t.args.stage1_answer) for row in zip(searches, formed, outcomes, strict=True)]
+        rewards = [0.5 * searched + 0.5 * form for searched, form in zip(searches, formed, strict=True)]
     else:
-        rewards = [stage2_reward(*row, t.args.format_penalty) for row in zip(formed, outcomes, strict=True)]
+        rewards = [None if outcome is None else outcome - BAD_FORM * (not form)
+                   for outcome, form in zip(outcomes, formed, strict=True)]
     solutions.columns = {"outcome": outcomes}
     log_queries(t, solutions, num_queries)
     t.log("generator", {"stage": stage} | t.mean({"rewards/format/mean": formed}))
     yield learn(t, solutions, rewards)
-
-
-def evaluate(t: Play) -> dict:
-    return scores_of_both(t, lambda: search_of(t), no_search, "memory")

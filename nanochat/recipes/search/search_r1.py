@@ -20,24 +20,20 @@ from dataclasses import replace
 
 from nanochat.cli import at_least
 from nanochat.common import BadInput
-from nanochat.rl.learn.roles import RoleSpec
+from nanochat.recipes.policy.grpo import ROLES, draws  # noqa: F401
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards
-from nanochat.rl.play.play import Draw, Play, Update
+from nanochat.rl.play.play import Play, Update
 from nanochat.rl.records.outcomes import answers_of, labels_of
 from nanochat.rl.records.rollouts import Rollouts
 
-TAGS = dict(family="single model with a search", verifier="none", reward="outcome", credit="z-score",
-            status="works: ahead of GRPO from memory on three seeds; the mask makes no difference there")
-ROLES = {"generator": RoleSpec("--model-tag")}
+STATUS = "works: ahead of GRPO from memory on three seeds; the mask makes no difference there"
 SHOWN = {"generator": ["queries"]}
 TABLE = {"gen/pass1_in": "greedy pass@1 with the search, in distribution",
          "gen/pass1_out": "greedy pass@1 with the search, out of distribution",
          "gen/memory_pass1_in": "greedy pass@1 from memory, in distribution",
          "gen/memory_pass1_out": "greedy pass@1 from memory, out of distribution"}
 
-
-# What recipes with a search share
 
 def add_search_args(group) -> None:
     group.add_argument("--most-queries", type=at_least(1), default=8,
@@ -51,17 +47,9 @@ def check(args, task) -> None:
         raise BadInput("--calculator: solutions of this recipe have a search, and one tool at a time")
 
 
-def draws(args) -> dict[str, Draw]:
-    return {"solutions": Draw("generator", args.examples_per_step, args.num_samples, args.max_new_tokens, trained=True)}
-
-
 def search_of(t: Play):
     """The task's search, for one draw."""
     return t.task.tool(t.tokenizer, t.args.most_queries)
-
-
-def no_search():
-    return None
 
 
 def read_queries(fmt, text: str) -> list[tuple[str, str]] | None:
@@ -95,19 +83,14 @@ def log_queries(t: Play, solutions: Rollouts, num_queries: list[int]) -> None:
 
 def learn(t: Play, solutions: Rollouts, rewards: list[float | None]) -> Update:
     """An update on solutions and what each of them earns at its end."""
-    advantages = t.advantages(solutions, rewards)
     log_rewards(t, "generator", solutions, rewards)
-    return Update("generator", [(solutions, advantages)])
+    return Update("generator", [(solutions, t.advantages(solutions, rewards))])
 
 
-def scores_of_both(t: Play, own, other, name: str) -> dict:
-    """pass@1 with a recipe's own tool, and as <name>_pass1 with the other one."""
-    others = pass_at_1(t, "generator", other)
-    return (pass_at_1(t, "generator", own)
-            | {key.replace("pass1", f"{name}_pass1"): value for key, value in others.items()})
+def named(scores: dict, name: str) -> dict:
+    """Scores of pass@1 as <name>_pass1."""
+    return {key.replace("pass1", f"{name}_pass1"): value for key, value in scores.items()}
 
-
-# The algorithm
 
 def add_args(group) -> None:
     add_search_args(group)
@@ -133,4 +116,5 @@ def unmasked(solutions: Rollouts) -> Rollouts:
 
 
 def evaluate(t: Play) -> dict:
-    return scores_of_both(t, lambda: search_of(t), no_search, "memory")
+    """pass@1 with the search, and from memory."""
+    return pass_at_1(t, tool=lambda: search_of(t)) | named(pass_at_1(t), "memory")

@@ -24,21 +24,16 @@ from dataclasses import replace
 from nanochat.cli import at_least
 from nanochat.common import BadInput
 from nanochat.recipes.search import search_r1
-from nanochat.recipes.search.search_r1 import (add_search_args, log_queries, no_search, read_queries, scores_of_both,
-                                               search_of)
-from nanochat.rl.learn.roles import RoleSpec
+from nanochat.recipes.search.search_r1 import (ROLES, TABLE, add_search_args, evaluate, log_queries,  # noqa: F401
+                                               read_queries, search_of)
 from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.play.proposals import (BY_ACCURACY, Proposals, accuracies, check_reads_problems, drawn, earns,
                                         gathered, log_proposals, propose, propose_prompt, spread)
 from tasks.common import Problem
 
-TAGS = dict(family="self-play with a search, one model", verifier="none: a filter", reward="1 - accuracy; outcome",
-            credit="raw; z-score",
-            status="works: the solver gains on three seeds, and without the filter it does not, as in the paper")
-ROLES = {"generator": RoleSpec("--model-tag")}
+STATUS = "works: the solver gains on three seeds, and without the filter it does not, as in the paper"
 SHOWN = {"generator": ["proposals/valid", "proposals/solved", "proposals/queries"]}
-TABLE = search_r1.TABLE
 FILTERED = ("another_answer", "answer_shown", "few_queries", "query_twice", "not_found")
 
 
@@ -94,7 +89,6 @@ def filtered(t: Play, found: Proposals) -> Proposals:
 
 
 def play(t: Play):
-    """A question for each answer, G answers to each question or to an older one in its place, and one update."""
     G, pool = t.args.num_samples, [] if t.step % t.args.pool_steps == 0 else t.memory.get("pool", [])
     read = propose(t, "generator", t.problems(), 1, "propose", search_of(t))
     proposals = filtered(t, read)
@@ -130,7 +124,3 @@ def log_questions(t: Play, read: Proposals, proposals: Proposals, asked: list[Pr
         **{f"refused/{reason}": [why == reason for why in proposals.refusals] for reason in FILTERED},
         "reused": [old is not None and new is None for old, new in zip(asked, proposals.problems, strict=True)],
         "empty": [problem is None for problem in asked]}).items()})
-
-
-def evaluate(t: Play) -> dict:
-    return scores_of_both(t, lambda: search_of(t), no_search, "memory")

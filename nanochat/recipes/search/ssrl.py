@@ -22,24 +22,20 @@ from itertools import accumulate
 
 import torch
 
-from nanochat.recipes.search import search_r1
-from nanochat.recipes.search.search_r1 import (add_search_args, answers_once, check, learn, log_queries,  # noqa: F401
-                                        no_search, read_queries, scores_of_both, search_of)
+from nanochat.recipes.search.search_r1 import (ROLES, add_search_args, answers_once, check, draws, learn,  # noqa: F401
+                                               log_queries, named, read_queries, search_of)
+from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.play.play import Play
-from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.records.rollouts import Rollouts
 
-TAGS = dict(family="single model, own search", verifier="none", reward="outcome + form", credit="z-score",
-            status="runs: what it learns with its own memory holds with the real search; its memory is below plain "
-                   "GRPO")
-ROLES = {"generator": RoleSpec("--model-tag")}
+STATUS = "runs: what it learns with its own memory holds with the real search; its memory is below plain GRPO"
 SHOWN = {"generator": ["queries", "rewards/format/mean"]}
 TABLE = {"gen/pass1_in": "greedy pass@1 from memory, in distribution",
          "gen/pass1_out": "greedy pass@1 from memory, out of distribution",
          "gen/search_pass1_in": "greedy pass@1 with the search, in distribution",
          "gen/search_pass1_out": "greedy pass@1 with the search, out of distribution"}
 OUTCOME, FORM = 0.9, 0.1  # what the answer and the form count
-add_args, draws = add_search_args, search_r1.draws
+add_args = add_search_args
 
 
 def form_reward(fmt, text: str, stopped: bool) -> float:
@@ -47,11 +43,6 @@ def form_reward(fmt, text: str, stopped: bool) -> float:
     queries = read_queries(fmt, text)
     formed = queries is not None and all(q and info for q, info in queries) and answers_once(fmt, text, stopped)
     return min(1.0, (len(queries) + 1) / 2) if formed else 0.0
-
-
-def reward_of(outcome: bool | None, form: float) -> float | None:
-    """None where the outcome is not known."""
-    return None if outcome is None else OUTCOME * outcome + FORM * form
 
 
 def information_mask(tokenizer, fmt, rollouts: Rollouts) -> torch.Tensor:
@@ -68,15 +59,17 @@ def information_mask(tokenizer, fmt, rollouts: Rollouts) -> torch.Tensor:
 
 
 def play(t: Play):
-    solutions = t.solve("solutions", t.problems(), tool=no_search())
+    solutions = t.solve("solutions", t.problems())
     outcomes, fmt = t.check(solutions), t.task.fmt
     forms = [form_reward(fmt, *row) for row in zip(solutions.texts, solutions.stopped.tolist(), strict=True)]
     solutions.columns = {"outcome": outcomes}
     solutions = replace(solutions, forced=information_mask(t.tokenizer, fmt, solutions))
     log_queries(t, solutions, [text.count(fmt.query_close) for text in solutions.texts])
     t.log("generator", t.mean({"rewards/format/mean": forms}))
-    yield learn(t, solutions, [reward_of(*row) for row in zip(outcomes, forms, strict=True)])
+    yield learn(t, solutions, [None if outcome is None else OUTCOME * outcome + FORM * form
+                               for outcome, form in zip(outcomes, forms, strict=True)])
 
 
 def evaluate(t: Play) -> dict:
-    return scores_of_both(t, no_search, lambda: search_of(t), "search")
+    """pass@1 from memory, and with the search."""
+    return pass_at_1(t) | named(pass_at_1(t, tool=lambda: search_of(t)), "search")

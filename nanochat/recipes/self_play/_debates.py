@@ -32,8 +32,6 @@ class Debate(NamedTuple):
     against: str
 
 
-# The game
-
 def positions_of(t: Play, problems: list[Problem], label: str) -> list[Position]:
     """The right answer, and the start's most frequent wrong one, of the problems to which it gives a wrong one."""
     K, found = t.args.num_distractors, []
@@ -55,8 +53,8 @@ def argue(t: Play, role: str, positions: list[Position], num_samples: int, label
 
 
 def quoted(t: Play, argument: str, answer: str) -> str:
-    """What the judge sees of an argument: steps of it, and the answer that it was to come to."""
-    return t.task.fmt.render_solution(steps_of(t.task.fmt, argument)[: t.args.quoted_steps or None], answer)
+    """What the judge sees of an argument: its steps, and the answer that it was to come to."""
+    return t.task.fmt.render_solution(steps_of(t.task.fmt, argument), answer)
 
 
 def verify(t: Play, debates: list[Debate], num_votes: int) -> tuple[Rollouts, list[Candidates]]:
@@ -89,8 +87,6 @@ def are_reached(t: Play, arguments: list[str], positions: list[Position]) -> lis
     return [answer == position.answer or position.is_right and outcome is True
             for answer, outcome, position in zip(answers, outcomes, positions, strict=True)]
 
-
-# The measurement
 
 def won(confidence: float) -> float:
     """1 where the judge is for an answer, 0 where it is against, a half at 0.5."""

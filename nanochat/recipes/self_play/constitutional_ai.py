@@ -22,7 +22,7 @@ Departures:
 """
 import random
 
-from nanochat.cli import above, at_least
+from nanochat.cli import at_least
 from nanochat.common import BadInput
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS, are_right
@@ -36,9 +36,7 @@ from nanochat.rl.verify.log_odds import learn_likelihood
 from nanochat.rl.verify.spots import written_chances
 from tasks.common import Problem
 
-TAGS = dict(family="single model, two turns", verifier="the model itself, its start", reward="none: AI preferences",
-            credit="SFT on revisions, then z-score",
-            status="works: broken principles fall from 83 to 22% on three seeds, pass@1 rises without an answer")
+STATUS = "works: broken principles fall from 83 to 22% on three seeds, pass@1 rises without an answer"
 ROLES = {"generator": RoleSpec("--model-tag"), "start": RoleSpec("--model-tag", trained=False)}
 SHOWN = {"generator": ["responses/violated", "revisions/violated", "violated"]}
 TABLE = {
@@ -48,6 +46,7 @@ TABLE = {
     "gen/violated_out": "greedy solutions that break a principle, out of distribution",
 }
 CRITIQUE_TOKENS = 4  # the number of a step
+MOST_SURE = 0.6  # the highest preference for a solution over another, and 1 less it the lowest
 
 
 def add_args(group) -> None:
@@ -55,8 +54,6 @@ def add_args(group) -> None:
     group.add_argument("--sl-steps", type=at_least(0), default=50, help="updates on revisions, out of --num-steps")
     group.add_argument("--revisions", type=at_least(1, int, 1000), default=2,
                        help="of a solution, each of the one before")
-    group.add_argument("--most-sure", type=above(0.5, 1), default=0.6,
-                       help="the highest preference for a solution over another, and 1 less it the lowest; 1: any")
     group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
 
 
@@ -78,8 +75,6 @@ def draws(args) -> dict[str, Draw]:
             "solutions": Draw("generator", P, G, limit, rl, trained=True),
             "feedback": Draw("start", P * G, 1, args.verifier_max_new_tokens, rl, scored=2, **verify)}
 
-
-# The formulas
 
 def critique(task, principle: str, verification: Verification) -> str | None:
     """Where a solution first breaks a principle, by a verification of it: the number of the step; "" where it does not;
@@ -113,8 +108,6 @@ def preference_rewards(chances: list[float | None], num_samples: int, most: floa
         rewards.append(share_of(over))
     return rewards
 
-
-# The algorithm
 
 def play(t: Play):
     if t.steps["generator"] < t.args.sl_steps:
@@ -172,7 +165,7 @@ def learn_preferences(t: Play):
     """RL-CAI: a group of solutions of each problem, rewarded by the starting model's preferences among them."""
     solutions = t.solve("solutions", t.problems())
     chances = feedback(t, solutions)
-    rewards = preference_rewards(chances, t.args.num_samples, t.args.most_sure)
+    rewards = preference_rewards(chances, t.args.num_samples, MOST_SURE)
     outcomes, found = t.check(solutions), violations_of(t, solutions)
     solutions.columns = {"outcome": outcomes, "chance": chances, "violations": found}
     log_rewards(t, "generator", solutions, rewards)

@@ -41,9 +41,7 @@ from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt, refine_prompt
 from nanochat.rl.records.rollouts import Rollouts
 
-TAGS = dict(family="one model, two roles", verifier="generative, RL on votes", reward="filtered majority vote",
-            credit="z-score",
-            status="works: where wrong answers have the majority it learns on three seeds, and TTRL does not")
+STATUS = "works: where wrong answers have the majority it learns on three seeds, and TTRL does not"
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", shares="generator")}
 SHOWN = {"generator": ["label_accuracy", "kept_label_accuracy", "kept"]}
 TABLE = {
@@ -53,6 +51,7 @@ TABLE = {
     "ver/balanced_acc_current": "verifying: balanced accuracy, present solutions",
     "ver/parse_fail_current": "verifying: parse failures",
 }
+evaluate = scores_of_pair
 
 
 def add_args(group) -> None:
@@ -88,8 +87,6 @@ def draws(args) -> dict[str, Draw]:
     return ttrl.draws(args) | found
 
 
-# The vote and its filter
-
 def to_verify(answers: list[str | None], label: str | None, most: int) -> tuple[list[int], list[int]]:
     """Which votes of a problem are verified: the first ones for its label, `most` or else an even number of them; and
     as many times one of the others, of the answer with the fewest votes, ties going to the earliest. It is one that
@@ -114,10 +111,7 @@ def with_form(answered: list[str | bool | None], agrees: list[bool]) -> list[flo
     return [(answer is not None) + float(agree) for answer, agree in zip(answered, agrees, strict=True)]
 
 
-# The algorithm
-
 def play(t: Play):
-    """Votes, verifications of both sides of each vote, the filter, second attempts, and an update on all."""
     N, M = votes_per_problem(t.args), t.args.num_samples
     votes, labels = ttrl.cast_votes(t)
     judged, verifications, of_label = verified(t, votes, labels)
@@ -177,7 +171,7 @@ def learn(t: Play, parts: dict[str, list[tuple[Rollouts, torch.Tensor]]]):
             yield Update(role, own)
 
 
-# The log, which alone knows gold answers
+# The log alone knows gold answers.
 
 def log_filter(t: Play, votes: Rollouts, kept: list[bool], of_label: list[int]) -> None:
     """How many labels are kept, and how far they are right; recipe ttrl logs the same of all."""
@@ -201,7 +195,3 @@ def log_verifications(t: Play, judged: Rollouts, read: list[Verification]) -> No
         "verdict_accuracy": [verdict == outcome for verdict, outcome, _ in rows if outcome is not None],
         "agrees_with_label": [verdict == agree for verdict, _, agree in rows],
         "reward_accuracy": [outcome == agree for _, outcome, agree in rows if outcome is not None]}))
-
-
-def evaluate(t: Play) -> dict:
-    return scores_of_pair(t)

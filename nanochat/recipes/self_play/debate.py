@@ -19,8 +19,8 @@ Departures:
    double consultancy (a consultant on either side, both shown) is judge_accuracy under --protocol consultancy.
 2. The judge is a verifier of form pair with misconceptions of its own, which stays as it is (recipe debate_judge trains
    it). The paper's is GPT-4, tuned on people's verdicts and then fixed.
-3. The judge sees the problem, the steps of an argument (--quoted-steps: the first ones), and the assigned answer in
-   place of the written one. In the paper it sees quotes of a story that the debaters have read.
+3. The judge sees the problem, the steps of an argument, and the assigned answer in place of the written one. In the
+   paper it sees quotes of a story that the debaters have read.
 4. Its confidence is the chance of the choice that it writes, the mean of both orders; no choice counts a half.
 5. The wrong answer is the most frequent one of the starting model's, and a problem without one is left out. The paper's
    is the best distractor of a multiple-choice question.
@@ -44,13 +44,12 @@ from nanochat.rl.records.prompts import quoting_prompt
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.forms import empty_form_prompt
 
-TAGS = dict(family="debate", verifier="generative, pairs, frozen", reward="the judge's confidence",
-            credit="pair loss with soft targets",
-            status="works: debaters win more on three seeds; that the judge gets righter with them is not shown")
+STATUS = "works: debaters win more on three seeds; that the judge gets righter with them is not shown"
 ROLES = {"generator": RoleSpec("--model-tag"), "opponent": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["judge_accuracy", "assigned", "pair_loss"]}
 TABLE = DEBATE_TABLE
+evaluate = evaluate_debates
 
 
 class Protocol(NamedTuple):
@@ -76,8 +75,6 @@ def add_args(group) -> None:
                        help="weight of the SFT loss on the better argument")
     group.add_argument("--num-distractors", type=at_least(1), default=4,
                        help="solutions that a wrong answer is taken from")
-    group.add_argument("--quoted-steps", type=at_least(0), default=0,
-                       help="the judge sees so many steps of an argument, the first ones; 0 = all")
     group.add_argument("--verifications", type=at_least(1), default=1,
                        help="of a debate in either order; a single one is greedy")
     group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=192)
@@ -92,18 +89,8 @@ def draws(args) -> dict[str, Draw]:
                              wrap=partial(empty_form_prompt, form="pair", num=2), quoted=2 * limit)}
 
 
-# The formulas
-
-def preference(better: float, worse: float, gamma: float) -> float:
-    """P = sigma(gamma (r_w - r_l)): 0.5 for a draw."""
-    return 1 / (1 + math.exp(-gamma * (better - worse)))
-
-
-# The algorithm
-
 def play(t: Play):
-    """A group of arguments for each position, a verification of each in both orders, and an update on the best and
-    worst ones. -> the verifications and what each was shown"""
+    """-> the verifications and what each was shown"""
     args, G, protocol = t.args, t.args.num_samples, PROTOCOLS[t.args.protocol]
     positions = positions_of(t, t.problems(), "distractors")
     arguments = argue(t, "generator", positions, G, "arguments")
@@ -113,7 +100,8 @@ def play(t: Play):
     rewards, unread = confidences(t, verifications, args.verifications)
     log_arguments(t, arguments, debates, verifications.texts, rewards)
     chosen, rejected = best_and_worst(rewards, arguments.group_id.tolist())  # y_w, y_l
-    targets = [preference(rewards[w], rewards[l], args.gamma or protocol.gamma)
+    gamma = args.gamma or protocol.gamma
+    targets = [1 / (1 + math.exp(-gamma * (rewards[w] - rewards[l])))
                for w, l in zip(chosen, rejected, strict=True)]                 # P(y_w > y_l)
     t.log("generator", t.mean({"unread": unread, "preference": targets}))
     paired, Q = arguments.select(chosen + rejected), len(chosen)
@@ -137,7 +125,3 @@ def log_arguments(t: Play, arguments: Rollouts, debates: list[Debate], verdicts:
     judged = [won(reward if position.is_right else 1 - reward)
               for reward, position in zip(rewards, positions, strict=True)]
     t.log("generator", t.mean({"judge_accuracy": judged, "assigned": reached}))
-
-
-def evaluate(t: Play) -> dict:
-    return evaluate_debates(t)

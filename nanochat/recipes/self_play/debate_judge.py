@@ -17,8 +17,7 @@ from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.verify.comparing import candidate_columns, chose_right, learn_to_judge, read_choices
 
-TAGS = {**debate.TAGS, "verifier": "generative, pairs", "credit": "pair loss; z-score of the judge's right choices",
-        "status": "runs: that its judge gets righter is not shown, on three seeds"}
+STATUS = "runs: that its judge gets righter is not shown, on three seeds"
 ROLES = {**debate.ROLES, "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
 SHOWN = {**debate.SHOWN, "verifier": ["reward", "parse_fail"]}
 
@@ -40,7 +39,6 @@ def draws(args) -> dict[str, Draw]:
 
 
 def play(t: Play):
-    """A step of the debater, and one of the judge on what it said there."""
     verifications, shown = yield from debate.play(t)
     if t.metrics["gen/num_pairs"] == 0:  # a step without an update counts, one of the judge alone would not
         return

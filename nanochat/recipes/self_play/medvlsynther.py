@@ -7,7 +7,7 @@ generator learns. --min-score 0 is the control without a verifier.
 The essentials are that the text is a problem (the task reads it) and that its answer can be read. The score is read
 from a verification of the solution that the answer comes from. The answer of the proposer, its key, is what solutions
 are rewarded by, as in the paper: where it is wrong and passes, the generator learns it. Gold answers are for the log
-alone (key_right), unless --answers gold takes them for the keys.
+alone (key_right).
 
 Departures:
 1. No images, and no options to choose from: nothing is said here about multimodal data.
@@ -31,18 +31,15 @@ from nanochat.rl.play.proposals import Proposals, check_reads_problems, log_prop
 from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt
 
-TAGS = dict(family="proposer-verifier-solver", verifier="generative, frozen", reward="agreement with a passed answer",
-            credit="z-score",
-            status="differs: without images; its filter keeps better keys on three seeds, and no gain of it is shown")
+STATUS = "differs: without images; its filter keeps better keys on three seeds, and no gain of it is shown"
 ROLES = {"generator": RoleSpec("--model-tag"), "proposer": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["passed", "key_right", "rewards/outcome/mean"]}
-ANSWERS = {"own": lambda problem, own: replace(problem, answer=own), "gold": lambda problem, own: problem}
+evaluate = pass_at_1
 
 
 def add_args(group) -> None:
     group.add_argument("--min-score", type=SHARE, default=0.9, help="of a problem that is learned; 0 passes all")
-    group.add_argument("--answers", default="own", choices=list(ANSWERS), help="that solutions are rewarded by")
     group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
 
 
@@ -65,20 +62,14 @@ def rubric_score(verification: Verification) -> float:
     return sum(said) / max(1, len(said)) if verification.verdict and said is not None else 0.0
 
 
-def passes(answer: str | None, score: float, min_score: float) -> bool:
-    """Whether a problem is learned: it has an answer, the other essential, and the score."""
-    return answer is not None and score >= min_score
-
-
 def play(t: Play):
-    """Problems, their answers, a verification of each, and GRPO on those that pass."""
     proposals = propose(t, "proposer", t.problems(), 1, "propose")
     problems = [problem for problem in proposals.problems if problem]
     keys = t.solve("keys", problems)
     answers = answers_of(t.task, keys.texts)
     scores = [rubric_score(v) for v in t.read_verifications(t.verify("verdicts", keys))]
-    passed = [passes(answer, score, t.args.min_score) for answer, score in zip(answers, scores, strict=True)]
-    learned = [ANSWERS[t.args.answers](problem, answer)
+    passed = [answer is not None and score >= t.args.min_score for answer, score in zip(answers, scores, strict=True)]
+    learned = [replace(problem, answer=answer)
                for problem, answer, is_in in zip(problems, answers, passed, strict=True) if is_in]
     log_problems(t, proposals, scores, passed, t.check(keys))
 
@@ -86,7 +77,7 @@ def play(t: Play):
     rewards = t.check(solutions)
     gold = {problem.index: problem for problem in problems}
     outcomes = t.check(solutions.with_prompts([replace(prompt, problem=gold[prompt.problem.index])
-                                         for prompt in solutions.prompt_of()]))
+                                               for prompt in solutions.prompt_of()]))
     solutions.columns = {"outcome": outcomes, "key": [problem.answer for problem in solutions.problems()]}
     log_rewards(t, "generator", solutions, rewards)
     t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [r is None for r in rewards]}))
@@ -102,7 +93,3 @@ def log_problems(t: Play, proposals: Proposals, scores: list[float], passed: lis
     t.log("generator", t.mean({
         "passed": passed, "score": scores, "key_right": [o for o, is_in in pairs if is_in],
         "key_right_of_others": [o for o, is_in in pairs if not is_in]}))
-
-
-def evaluate(t: Play) -> dict:
-    return pass_at_1(t, "generator")

@@ -38,9 +38,7 @@ from nanochat.rl.records.prompts import TOP_SCORE, Verification, empty_verifier_
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.forms import believed_score
 
-TAGS = dict(family="self-play, one model", verifier="generative, the same model", reward="its own scores",
-            credit="whitened per role",
-            status="runs: it learns without an answer for 30 steps on three seeds, then collapses on one")
+STATUS = "runs: it learns without an answer for 30 steps on three seeds, then collapses on one"
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["proposals/valid", "proposals/difficulty", "judge/score", "rewards/outcome/mean"]}
 TABLE = {
@@ -85,8 +83,6 @@ def draws(args) -> dict[str, Draw]:
             "judge": Draw("generator", P * G, 1, judged, trained=True, **verify)}
 
 
-# The formulas
-
 def judge_score(verification: Verification) -> float:
     """(s - 1) / 9 of the score s from 1 to 10 that a verification comes to, 0.5 where it cannot be read."""
     if verification.verdict is None or verification.usable_steps is None:
@@ -103,10 +99,6 @@ def proposer_reward(scores: list[float]) -> float:
     return (quality + difficulty * (quality >= LEAST_QUALITY) + 1) / 3
 
 
-def solver_reward(score: float, form: float) -> float:
-    return 0.5 * score + 0.5 * form
-
-
 def role_advantages(rewards: list[float | None], rollouts: Rollouts, reduce) -> torch.Tensor:
     """Each token's later rewards, whitened over all tokens of a role: Task-Relative REINFORCE++. A rollout without a
     reward takes no part. -> (N, T)"""
@@ -114,10 +106,7 @@ def role_advantages(rewards: list[float | None], rollouts: Rollouts, reduce) -> 
     return whiten(earned.values.expand(rollouts.tokens.shape), rollouts.mask & earned.valid, reduce)
 
 
-# The algorithm
-
 def play(t: Play):
-    """Proposals, solutions of pooled problems and verifications of these, and one update on all."""
     G, pool, references = t.args.num_samples, t.memory.get("pool", []), t.problems()
     proposals = propose(t, "generator", references, G, "propose")
     earned, kept = rewarded(t, proposals)
@@ -130,7 +119,7 @@ def play(t: Play):
     scores = [judge_score(v) for v in verifications]
     forms = [float(stopped and answer is not None) for stopped, answer
              in zip(solutions.stopped.tolist(), answers_of(t.task, solutions.texts), strict=True)]
-    solved = [solver_reward(score, form) for score, form in zip(scores, forms, strict=True)]
+    solved = [0.5 * score + 0.5 * form for score, form in zip(scores, forms, strict=True)]
     judged = [JUDGE_REWARDS[t.args.judge_reward](v, o) for v, o in zip(verifications, outcomes, strict=True)]
 
     solutions.columns = {"outcome": outcomes, "judge_score": scores}

@@ -29,10 +29,8 @@ from nanochat.rl.records.prompts import empty_verifier_prompt
 from nanochat.rl.verify.judge_evals import judge_scores
 from nanochat.rl.verify.judges import Judgment, generative
 
-TAGS = dict(family="single model", verifier="generative, the model itself", reward="none: its own judgments",
-            credit="pair loss against a snapshot",
-            status="runs: it gains in its first iteration on three seeds and loses that in the next two, as it forgets "
-                   "how to judge")
+STATUS = ("runs: it gains in its first iteration on three seeds and loses that in the next two, as it forgets how to "
+          "judge")
 ROLES = {"generator": RoleSpec("--model-tag"), "snapshot": RoleSpec("--model-tag", trained=False)}
 SHOWN = {"generator": ["iteration", "pair_loss", "right_order", "no_pair"]}
 TABLE = {

@@ -27,8 +27,7 @@ from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.rollouts import Rollouts, join
 from tasks.common import Problem, demo_of
 
-TAGS = dict(family="pairs", verifier="none", reward="none: demonstrations", credit="pair loss against a snapshot",
-            status="works: it stays at the fixed point that its demonstrations are")
+STATUS = "works: it stays at the fixed point that its demonstrations are"
 ROLES = {"generator": RoleSpec("--model-tag"), "opponent": RoleSpec("--model-tag", trained=False)}
 SHOWN = {"generator": ["pair_loss", "pair_accuracy", "margin", "frac_equal"]}
 

@@ -30,11 +30,11 @@ from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.rollouts import Rollouts
 
-TAGS = dict(family="single model", verifier="none", reward="majority vote", credit="z-score",
-            status="works: where the majority is right sampled pass@1 rises on six seeds and greedy pass@1 falls; "
-                   "where it is wrong sampled pass@1 falls")
+STATUS = ("works: where the majority is right sampled pass@1 rises on six seeds and greedy pass@1 falls; where it is "
+          "wrong sampled pass@1 falls")
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["majority_ratio", "label_accuracy", "reward_accuracy"]}
+evaluate = pass_at_1
 
 
 def add_args(group) -> None:
@@ -112,7 +112,3 @@ def log_votes(t: Play, columns: dict[str, list]) -> None:
         "reward_accuracy": [None if outcome is None else reward == outcome for reward, outcome in pairs],
         "ground_truth_ratio": outcomes, "unreadable": [answer is None for answer in answers],
         "unscorable": [outcome is None for outcome in outcomes]}))
-
-
-def evaluate(t: Play) -> dict:
-    return pass_at_1(t, "generator")

@@ -28,9 +28,9 @@ class Judged:
 
 def written(t: Play, solutions: Rollouts) -> Judged:
     """One verification of each; with --verify-distinct solutions of a problem that are alike share one."""
-    keys, first = list(zip(solutions.group_id.tolist(), solutions.texts, strict=True)), {}
-    if not t.args.verify_distinct:
-        keys = list(range(len(solutions)))
+    keys, first = list(range(len(solutions))), {}
+    if t.args.verify_distinct:
+        keys = list(zip(solutions.group_id.tolist(), solutions.texts, strict=True))
     for n, key in enumerate(keys):
         first.setdefault(key, n)
     said = t.read_verifications(t.verify("verdicts", solutions.select(list(first.values()))))
@@ -58,11 +58,6 @@ def gold(t: Play, solutions: Rollouts) -> Judged:
 
 # What verdicts make of steps: (t, solutions with their outcomes, step verdicts) -> chances
 
-def as_judged(t: Play, solutions: Rollouts, verdicts: list[list | None]) -> list[list | None]:
-    """The verdicts themselves (eq. 3)."""
-    return verdicts
-
-
 def posterior(t: Play, solutions: Rollouts, verdicts: list[list[bool] | None]) -> list[list[float] | None]:
     """The chance given all verdicts on the solution and its outcome, and how far verdicts could be believed before. In
     a wrong solution of which nothing is blamed every step is doubted. Blame in a right one counts for less. A solution
@@ -79,7 +74,7 @@ def posterior(t: Play, solutions: Rollouts, verdicts: list[list[bool] | None]) -
     return chances
 
 
-STEP_REWARDS = {"verdicts": as_judged, "posterior": posterior}
+STEP_REWARDS = {"verdicts": lambda t, solutions, verdicts: verdicts, "posterior": posterior}  # eq. 3, and ours
 
 
 # What a judge's word is worth beside the outcome: (t, solutions, judged) -> rewards

@@ -24,7 +24,7 @@ def phase_of(t: Play) -> tuple[str, int]:
 
 
 def begin_phase(t: Play) -> str:
-    """The phase of this step, which counts it."""
+    """The phase of this step, counted and logged."""
     t.memory["phase"], made = phase_of(t)
     t.memory["phase_steps"] = made + 1
     t.log(None, {"phase": t.memory["phase"]})

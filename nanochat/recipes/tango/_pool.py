@@ -71,14 +71,12 @@ def choose_solutions(fresh: list[bool], past: list[bool], num: int, replay: floa
     return chosen + left_over[: num - len(chosen)]
 
 
-# One step
-
 def wants_pool(args) -> bool:
     """Whether a run keeps past solutions."""
     return bool(args.replay_size and (args.verifier_balance or args.verifier_replay))
 
 
-def keep(t: Play, solutions: Rollouts, advantages: torch.Tensor | None = None) -> None:
+def keep(t: Play, solutions: Rollouts) -> None:
     """Keeps the solutions of a generator step for verifier steps to come."""
     if wants_pool(t.args):
         new = scored_solutions(t, solutions, solutions.columns["outcome"])

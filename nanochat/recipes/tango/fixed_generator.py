@@ -8,8 +8,7 @@ from nanochat.recipes.tango import tango
 from nanochat.recipes.tango.tango import TABLE, evaluate  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
 
-TAGS = dict(family="verifier alone", verifier="generative, RL on outcomes", reward="verdict", credit="z-score",
-            status="works: step F1 rises on every seed")
+STATUS = "works: step F1 rises on every seed"
 ROLES = {"generator": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr", shares="generator")}
 SHOWN = {"verifier": ["balanced_acc", "step_f1"]}

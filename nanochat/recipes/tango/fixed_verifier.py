@@ -10,19 +10,18 @@ is its share of duels won, or of the highest score. Recipe tango trains verifier
 
 Departures: 3 and 5 of recipe tango.
 """
+from nanochat.cli import at_least
 from nanochat.common import BadInput
+from nanochat.recipes.policy import grpo
 from nanochat.recipes.tango import tango
 from nanochat.recipes.tango._judged import asked, written
 from nanochat.recipes.tango.tango import TABLE  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1, scores_of_pair
-from nanochat.rl.play.play import Draw
 from nanochat.rl.verify.judge_evals import add_judged_args, scores_as_judge
 from nanochat.rl.verify.judges import JUDGES, OF_THE_WHOLE, add_together_args, check_together_args, judge_draws
 
-TAGS = dict(family="generator-verifier", verifier="generative, frozen", reward="outcome + process",
-            credit="z-score of the sum",
-            status="works: ahead of GRPO at equal steps, shown on three seeds")
+STATUS = "works: ahead of GRPO at equal steps, shown on three seeds"
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["alpha", "wrong_passed"]}
 WRITTEN = "generative"  # the judge whose verdicts are read from one verification, as in the paper
@@ -30,7 +29,7 @@ WRITTEN = "generative"  # the judge whose verdicts are read from one verificatio
 
 def add_args(group):
     tango.add_alpha_args(group)
-    tango.add_verdict_args(group)
+    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
     tango.add_distinct_args(group)
     tango.add_step_args(group)
     group.add_argument("--judge", default=WRITTEN, choices=list(JUDGES), help="how the verifier says what is right")
@@ -50,9 +49,7 @@ def check(args, task):
 
 
 def draws(args):
-    P, G = args.examples_per_step, args.num_samples
-    return {"solutions": Draw("generator", P, G, args.max_new_tokens, trained=True),
-            **judge_draws(args, args.judge, P, G)}
+    return grpo.draws(args) | judge_draws(args, args.judge, args.examples_per_step, args.num_samples)
 
 
 def play(t):

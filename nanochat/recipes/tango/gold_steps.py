@@ -5,15 +5,11 @@ The generator is rewarded as in recipe tango, but for labels that are always rig
 Departures: 3 of recipe tango, and --combine of 5.
 """
 from nanochat.common import BadInput
+from nanochat.recipes.policy.grpo import ROLES, draws, evaluate  # noqa: F401
 from nanochat.recipes.tango import tango
 from nanochat.recipes.tango._judged import gold
-from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import pass_at_1
-from nanochat.rl.play.play import Draw
 
-TAGS = dict(family="single model", verifier="oracle", reward="outcome + process", credit="z-score of the sum",
-            status="works: the upper bound of the others")
-ROLES = {"generator": RoleSpec("--model-tag")}
+STATUS = "works: the upper bound of the others"
 SHOWN = {"generator": ["alpha"]}
 
 
@@ -28,13 +24,5 @@ def check(args, task):
         raise BadInput(f"--recipe gold_steps: task {task.name} has no gold labels of steps")
 
 
-def draws(args):
-    return {"solutions": Draw("generator", args.examples_per_step, args.num_samples, args.max_new_tokens, trained=True)}
-
-
 def play(t):
     yield from tango.generator_step(t, gold)
-
-
-def evaluate(t):
-    return pass_at_1(t, "generator")

@@ -7,9 +7,7 @@ Departures: 1 to 4 of recipe tango, and --verify-distinct of 5.
 from nanochat.recipes.tango import tango
 from nanochat.recipes.tango.tango import ROLES, SHOWN, TABLE, check, draws, eval_step, evaluate, updates  # noqa: F401
 
-TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + verdict",
-            credit="z-score per source",
-            status="runs: no gain over GRPO is shown")
+STATUS = "runs: no gain over GRPO is shown"
 
 
 def add_args(group):

@@ -26,9 +26,7 @@ from nanochat.rl.verify.judges import OF_THE_WHOLE, judge_draws
 from nanochat.rl.verify.log_odds import (PLACES, bce_coefficients, ended, learn_verdicts, log_judgments, log_odds,
                                          verdict_parts)
 
-TAGS = dict(family="generator-verifier", verifier="log-odds, refitted on outcomes", reward="outcome + process",
-            credit="z-score of the sum",
-            status="runs: as GRPO on three seeds, no use of the refitted verifier is shown")
+STATUS = "runs: as GRPO on three seeds, no use of the refitted verifier is shown"
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
 SHOWN = {"generator": ["alpha", "verdicts/outcome_auc"], "verifier": ["bce"]}
 

@@ -19,16 +19,15 @@ Departures:
 4. A step of each kind is one optimizer step; the script has four. The KL is that of all recipes.
 """
 from nanochat.common import BadInput
+from nanochat.recipes.policy import grpo
 from nanochat.recipes.tango import tango
 from nanochat.recipes.tango._phases import add_schedule_args, begin_phase
 from nanochat.recipes.tango._pool import keep
 from nanochat.recipes.tango.tango import TABLE, evaluate  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.observe import observe
-from nanochat.rl.play.play import Draw, Play, Update
+from nanochat.rl.play.play import Draw, Play
 
-TAGS = dict(family="one model, two roles", verifier="generative, RL on outcomes", reward="outcome", credit="z-score",
-            status="works: verifying lifts solving on three seeds, and not the reverse; turns are not shown to pay")
+STATUS = "works: verifying lifts solving on three seeds, and not the reverse; turns are not shown to pay"
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--model-tag", shares="generator")}
 
 
@@ -41,11 +40,9 @@ def add_args(group) -> None:
 
 def check(args, task) -> None:
     if args.verifier_head != "prompt":
-        raise BadInput(f"--verifier-head {args.verifier_head}: this recipe is about one model in both roles, which is "
-                       f"--verifier-head prompt; recipe tango has the others")
+        raise BadInput(f"--verifier-head {args.verifier_head}: this recipe is about one model, which is prompt")
     if args.verifier_optimizer != "shared":
-        raise BadInput(f"--verifier-optimizer {args.verifier_optimizer}: both kinds of steps are updates of one role; "
-                       f"recipe tango has one for each")
+        raise BadInput(f"--verifier-optimizer {args.verifier_optimizer}: both kinds of steps are updates of one role")
 
 
 def updates(args) -> dict[str, int]:
@@ -53,21 +50,16 @@ def updates(args) -> dict[str, int]:
 
 
 def draws(args) -> dict[str, Draw]:
-    solutions = Draw("generator", args.examples_per_step, args.num_samples, args.max_new_tokens, trained=True)
-    return {"solutions": solutions} | tango.verifier_draws(args)
+    return grpo.draws(args) | tango.verifier_draws(args)
 
 
 def play(t: Play):
-    """A step of the phase that is on, and an update of the one model."""
     steps = {"warmup": tango.verifier_step, "verifier": tango.verifier_step, "generator": solve}
     for update in steps[begin_phase(t)](t):
         yield update._replace(role="generator")
 
 
 def solve(t: Play):
-    solutions = t.solve("solutions", t.problems())
-    rewards = t.rewards(solutions)
-    advantages = t.advantages(solutions, rewards)
-    observe(t, "generator", solutions, rewards, advantages)
-    keep(t, solutions)
-    yield Update("generator", [(solutions, advantages)])
+    for update in grpo.play(t):
+        keep(t, update.parts[0][0])
+        yield update

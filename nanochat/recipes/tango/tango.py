@@ -31,13 +31,12 @@ from nanochat.rl.measure.observe import observe
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import empty_verifier_prompt
 
-TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + process",
-            credit="z-score of the sum",
-            status="works: ahead of GRPO at equal steps, shown on three seeds")
+STATUS = "works: ahead of GRPO at equal steps, shown on three seeds"
 ROLES = {"generator": RoleSpec("--model-tag"),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr", shares="generator")}
 SHOWN = {"generator": ["alpha", "wrong_passed"], "verifier": ["balanced_acc", "step_f1"]}
 TABLE = PAIR_TABLE
+evaluate = scores_of_pair
 
 
 # Flags, in the groups that other recipes of the family take
@@ -68,10 +67,6 @@ def add_alpha_args(group) -> None:
                        "together, advantages, the paper's way (eq. 7), each by itself")
 
 
-def add_verdict_args(group) -> None:
-    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
-
-
 def add_distinct_args(group) -> None:
     group.add_argument("--verify-distinct", action=argparse.BooleanOptionalAction, default=True,
                        help="solutions of a problem that are alike share one verification, which counts for each")
@@ -84,7 +79,7 @@ def add_step_args(group) -> None:
 
 
 def add_verifier_args(group) -> None:
-    add_verdict_args(group)
+    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
     group.add_argument("--gamma", type=at_least(0, float), default=0.8,
                        help="weight of the verifier's format reward (eq. 8)")
     group.add_argument("--class-weights", action=argparse.BooleanOptionalAction, default=True,
@@ -96,7 +91,6 @@ def add_verifier_args(group) -> None:
 
 
 def check(args, task) -> None:
-    """Raises BadInput for settings that do not go together."""
     check_alpha(args, task)
     if args.verifier_updates == "summed" and (args.verifier_head, args.verifier_steps) != ("prompt", 1):
         raise BadInput("--verifier-updates summed: needs --verifier-head prompt, for there is one model, and "
@@ -108,8 +102,6 @@ def check_alpha(args, task) -> None:
         raise BadInput("--alpha-end 0: an exponential decay never gets there; give a small number, or --alpha-start "
                        "0 for no step rewards")
 
-
-# What a run is made of
 
 def updates(args) -> dict[str, int]:
     phases = max(0, args.num_steps - 1) // args.generator_steps  # of the verifier: the run ends with a generator step
@@ -140,7 +132,7 @@ def play(t: Play, earn: str = "steps"):
 
 def generator(t: Play, earn: str):
     for update in generator_step(t, written, earn):
-        keep(t, *update.parts[0])
+        keep(t, update.parts[0][0])
         yield update
 
 
@@ -183,7 +175,3 @@ def summed(t: Play, earn: str):
 
 
 VERIFIER_UPDATES = {"interleaved": verifier_step, "summed": summed}
-
-
-def evaluate(t: Play) -> dict:
-    return scores_of_pair(t)

@@ -9,15 +9,15 @@ in mind this is GenRM-CoT.
 Departures:
 1. The verifier itself writes what it learns from, anew in each step. In the paper a larger model writes it, once.
 2. No code is written or run.
-3. A solution with several kept verifications counts for each; --kept-per-solution 1 makes all that have one count
-   alike.
+3. A solution with several kept verifications counts for each.
 4. The paper labels a step by its progress relative to the one before, at least .8 of it: that is label_steps' work. A
    step is right here where its label is at least --label-bar.
 """
+from functools import partial
+
 import torch
 
 from nanochat.cli import above, at_least
-from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.observe import log_rewards, verification_columns
 from nanochat.rl.play.play import Draw, Play
@@ -29,11 +29,11 @@ from nanochat.rl.verify.labelled import (Labelled, add_label_args, as_rollouts, 
                                          quoting_labelled)
 from nanochat.rl.verify.log_odds import learn_likelihood
 
-TAGS = dict(family="supervised verifier", verifier="generative, own analyses that agree with labels",
-            reward="none: labels",
-            status="works: step F1 rises on three seeds, and as a reward it is shown ahead of GRPO")
+STATUS = "works: step F1 rises on three seeds, and as a reward it is shown ahead of GRPO"
 ROLES = {"generator": RoleSpec("--model-tag", trained=False), "verifier": RoleSpec("--verifier-tag", "-ver")}
 SHOWN = {"verifier": ["kept", "reward"]}
+check = partial(check_labels, kind="chances")
+evaluate = partial(scores_as_judge, judge="analysed")
 
 
 def add_args(group) -> None:
@@ -42,12 +42,6 @@ def add_args(group) -> None:
     group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
     group.add_argument("--label-bar", type=above(0, 1), default=0.5,
                        help="a step whose label is at least this is right")
-    group.add_argument("--kept-per-solution", type=at_least(0), default=0, help="at most; 0 = all that agree")
-
-
-def check(args, task) -> None:
-    check_one_update(args)
-    check_labels(args, task, kind="chances")
 
 
 def draws(args) -> dict[str, Draw]:
@@ -62,12 +56,6 @@ def agrees(verification: Verification, row: Labelled, bar: float) -> bool:
             and row.outcome in (None, verification.verdict))
 
 
-def kept_rows(agree: list[bool], num_samples: int, most: int) -> list[int]:
-    """Of each solution's verifications those that agree, the first `most` of them (0: all)."""
-    kept = [[n for n in range(i, i + num_samples) if agree[n]] for i in range(0, len(agree), num_samples)]
-    return [n for rows in kept for n in rows[: most or None]]
-
-
 def play(t: Play):
     rows, G = labelled_of_step(t), t.args.num_samples
     solutions = as_rollouts(t, "verifier", rows)
@@ -78,10 +66,6 @@ def play(t: Play):
     warn_of_form(t, "steps", t.mean({"unread": unread})["unread"])
     rollouts.columns = verification_columns(verifications)
     log_rewards(t, "verifier", rollouts, agree)
-    kept = rollouts.select(kept_rows(agree, G, t.args.kept_per_solution))                  # consensus filtering
+    kept = rollouts.select([n for n, is_kept in enumerate(agree) if is_kept])              # consensus filtering
     t.log("verifier", {"kept": t.reduce(torch.tensor(len(kept), device=t.device)).item()})
     yield from learn_likelihood(t, "verifier", kept)
-
-
-def evaluate(t: Play) -> dict:
-    return scores_as_judge(t, "analysed")

@@ -9,21 +9,23 @@ Departures:
 1. The paper's score is p("Yes"); here it is divided by the mass of both verdicts.
 2. The solutions of the solution loss are the right ones of the file, one epoch with the verdicts.
 """
+from functools import partial
+
 from nanochat.cli import at_least
-from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.verify.judge_evals import add_judged_args, judged_draws, scores_as_judge
 from nanochat.rl.verify.judges import verdict_draw
-from nanochat.rl.verify.labelled import (add_label_args, as_rollouts, check_labels, check_outcomes, labelled_draw,
+from nanochat.rl.verify.labelled import (add_label_args, as_rollouts, check_outcomes, labelled_draw,
                                          labelled_of_step, quoting_labelled)
 from nanochat.rl.verify.log_odds import learn_verdicts, likelihood_parts
 from nanochat.rl.verify.spots import forced_verdicts, spot_places
 
-TAGS = dict(family="supervised verifier", verifier="generative, next token", reward="none: labels",
-            status="works: best of 8 beats the majority vote on three seeds; no gain as a reward is shown")
+STATUS = "works: best of 8 beats the majority vote on three seeds; no gain as a reward is shown"
 ROLES = {"generator": RoleSpec("--model-tag", trained=False), "verifier": RoleSpec("--verifier-tag", "-ver")}
 SHOWN = {"verifier": ["nll"]}
+check = check_outcomes
+evaluate = partial(scores_as_judge, judge="verdict")
 
 
 def add_args(group) -> None:
@@ -31,12 +33,6 @@ def add_args(group) -> None:
     add_judged_args(group)
     group.add_argument("--solution-coef", type=at_least(0, float), default=0.0,
                        help="lambda: weight of SFT on right solutions beside SFT on verdicts")
-
-
-def check(args, task) -> None:
-    check_one_update(args)
-    check_labels(args, task)
-    check_outcomes(args, task)
 
 
 def draws(args) -> dict[str, Draw]:
@@ -56,7 +52,3 @@ def play(t: Play):
         right = solutions.select([n for n, row in enumerate(rows) if row.outcome])
         losses.append((likelihood_parts(right, t.args.solution_coef * right.mask), right.num_trained().sum().item()))
     yield from learn_verdicts(t, "verifier", *losses)                                      # + lambda L_solve
-
-
-def evaluate(t: Play) -> dict:
-    return scores_as_judge(t, "verdict")

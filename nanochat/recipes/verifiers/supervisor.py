@@ -15,7 +15,6 @@ Departures:
 import random
 
 from nanochat.cli import at_least
-from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.step_labels import METHODS, agreement, gains, until_error
 from nanochat.rl.play.play import Draw, Play
@@ -27,10 +26,10 @@ from nanochat.rl.verify.labelled import (Labelled, add_label_args, as_rollouts, 
 from nanochat.rl.verify.log_odds import learn_verdicts, likelihood_parts
 from nanochat.rl.verify.prefixes import Asked, Cut, forced_after, prompt_after
 
-TAGS = dict(family="supervised verifier", verifier="information gain of steps", reward="none: gold answers",
-            status="runs: its gains find errors about as an ORM does on three seeds, far below Monte-Carlo labels")
+STATUS = "runs: its gains find errors about as an ORM does on three seeds, far below Monte-Carlo labels"
 ROLES = {"generator": RoleSpec("--model-tag", trained=False), "supervisor": RoleSpec("--supervisor-tag")}
 SHOWN = {"supervisor": ["nll"]}
+check = check_labels
 ANSWER_TOKENS = 64  # of an answer and the marks that open and close it, at most
 
 
@@ -39,11 +38,6 @@ def add_args(group) -> None:
     add_judged_samples(group)
     group.add_argument("--prefixes", type=at_least(1), default=4,
                        help="beginnings of each labelled solution in a step, drawn; all where it has no more")
-
-
-def check(args, task) -> None:
-    check_one_update(args)
-    check_labels(args, task)
 
 
 def draws(args) -> dict[str, Draw]:

@@ -38,7 +38,7 @@ def are_right(outcomes: list[bool | None], split: str) -> list[bool]:
     return [outcome is True for outcome in outcomes]
 
 
-def pass_at_1(t: Play, role: str, tool: Callable[[], Tool | None] = lambda: None) -> dict:
+def pass_at_1(t: Play, role: str = "generator", tool: Callable[[], Tool | None] = lambda: None) -> dict:
     """A role's greedy pass@1 on both test splits, None for one without problems; of a task with numbers the lenient one
     too. tool: makes what solutions may call, anew for each split; the default is that of `Play.solve`."""
     scores = {}

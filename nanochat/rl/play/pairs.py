@@ -20,10 +20,10 @@ def add_pair_args(group) -> None:
 
 
 def check(args, task) -> None:
-    """A recipe's `check`: raises BadInput for settings that no pairs of samples can be learned with."""
+    """A recipe's `check`: raises BadInput where one update of samples that are compared cannot be made."""
     check_one_update(args)
     if args.num_samples < 2:
-        raise BadInput(f"--num-samples {args.num_samples}: must be at least 2, for a pair")
+        raise BadInput(f"--num-samples {args.num_samples}: must be at least 2, to compare them")
 
 
 def best_and_worst(rewards: list[float | None], group_id: list[int]) -> tuple[list[int], list[int]]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from nanochat.common import BadInput, gather_lists
 from nanochat.hf.tokenizer import load_tokenizer
+from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.measure.step_labels import METHODS
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import count_copies, longest_problem, solve_prompt
@@ -125,8 +126,9 @@ def add_label_args(group) -> None:
 
 
 def check_labels(args, task, kind: str | None = None) -> None:
-    """Raises BadInput unless --labels names labelled solutions of this task's problems. kind: see `check_kind`, of the
-    labels of steps, where these are used; there must be one."""
+    """A recipe's `check`: raises BadInput unless --labels names labelled solutions of this task's problems, for one
+    update of a batch. kind: see `check_kind`, of the labels of steps, where these are used; there must be one."""
+    check_one_update(args)
     if not args.labels:
         raise BadInput("--labels: name the labelled solutions to learn from")
     rows = read_labelled(args.labels, task)
@@ -137,7 +139,8 @@ def check_labels(args, task, kind: str | None = None) -> None:
 
 
 def check_outcomes(args, task) -> None:
-    """Raises BadInput unless --labels has a solution whose outcome is known."""
+    """The same, and there must be a solution whose outcome is known."""
+    check_labels(args, task)
     if all(row.outcome is None for row in read_labelled(args.labels, task)):
         raise BadInput(f"--labels {args.labels}: has no solution whose outcome is known")
 
@@ -219,7 +222,8 @@ def right_and_wrong(rows: list[Labelled]) -> list[list[Labelled]]:
 
 
 def check_pairs(args, task) -> None:
-    """Raises BadInput unless --labels has a pair."""
+    """The same as `check_labels`, and there must be a pair."""
+    check_labels(args, task)
     if not right_and_wrong(read_labelled(args.labels, task)):
         raise BadInput(f"--labels {args.labels}: has no problem with a right and a wrong solution")
 
