@@ -292,7 +292,7 @@ REFUSED = [
     ("fixed_verifier", "--judge tokens --verifications 1", "--verifications 1: the judge tokens has no use"),
     ("marti", "--num-agents 3", "--num-samples 4: must be a multiple of --num-agents 3"),
     ("marti", "--graph chain --num-agents 3", "--num-agents 3: a chain has two"),
-    ("mars", "--task chain", "--task chain: has no documents"),
+    ("mars", "--task chain", "--task chain: has no search .documents."),
     ("mars", "--task lookup --calculator", "--calculator: .* one tool"),
     ("mars", "--task lookup --lookup-noise 12 --bin-size 6", "--bin-size 6: .* --most-bins is 4"),  # of any key
     ("mars", "--task lookup --lookup-keys 100 --lookup-noise 3 --bin-size 6", "--bin-size 6: a document has"),

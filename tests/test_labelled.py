@@ -111,7 +111,7 @@ def test_labels_of_the_kind_that_is_learned_pass(write, task):
 
 def test_a_file_from_which_nothing_can_be_learned_is_refused(write, task):
     nothing = {"solution": "=21", "labels": [], "outcome": None}
-    none, one = (SimpleNamespace(labels=write(*rows, name=str(n)))
+    none, one = (SimpleNamespace(labels=write(*rows, name=str(n)), updates_per_batch=1)
                  for n, rows in enumerate(([nothing, nothing], [nothing, {}])))
     with pytest.raises(BadInput, match="has no solution with a step"):
         check_labels(none, task, "chances")

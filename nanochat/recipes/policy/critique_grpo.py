@@ -2,11 +2,8 @@
 
 G solutions of each problem are criticised and each is refined once. The first right refinement takes the place of the
 group's first solution. It is trained after the problem alone, with the loss -A pi / (pi + c), which spares tokens that
-are very likely or very unlikely there.
-
-Defaults are those of recipe grpo, so that the two differ by the refinement alone. The authors' script has --kl-coef 0,
---entropy-coef 1e-3, --lr 1e-6 and means --advantage dr_grpo --aggregation constant; but its trainer reads another flag
-and divides by the standard deviation.
+are very likely or very unlikely there. Defaults are those of recipe grpo, so that the two differ by that alone. The
+authors' script has --kl-coef 0, --entropy-coef 1e-3 and --lr 1e-6.
 
 Departures:
 1. One optimizer step per batch (theirs: two), so the ratio of the sampled tokens is 1.
@@ -14,8 +11,7 @@ Departures:
    ours. Their kind `text` is by GPT-4o; recipe critique_grpo_verifier has a verifier's.
 3. A refinement keeps the tokens that were sampled. Theirs is decoded, encoded again and always ended.
 4. As theirs, a wrong refinement takes the slot where none is right; --right-refinements-only is ours.
-5. A tiny model learns the form of a refinement by SFT first (chat_sft --demo-shares refine:0.5); else none of them
-   is right.
+5. A tiny model learns the form of a refinement by SFT first (chat_sft --demo-shares refine:0.5).
 """
 from dataclasses import replace
 
@@ -23,9 +19,8 @@ import torch
 
 from nanochat.cli import above
 from nanochat.common import BadInput
+from nanochat.recipes.policy.grpo import ROLES, evaluate  # noqa: F401
 from nanochat.rl.credit.aggregation import check_one_update
-from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import refine_prompt
@@ -33,9 +28,7 @@ from nanochat.rl.records.rollouts import Rollouts, join
 from nanochat.rl.verify.critiques import CRITIQUES
 
 STATUS = "runs: no use of a refinement is shown at equal tokens"
-ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["refined/accuracy", "refined/rescued"]}
-evaluate = pass_at_1
 CRITIQUE_TOKENS = 32  # that the context check counts for a rule's critique; sampling refuses a prompt that does not fit
 
 

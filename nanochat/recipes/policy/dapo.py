@@ -1,41 +1,36 @@
 """DAPO (Yu et al. 2025): GRPO on problems that have right and wrong solutions alone, of any number. arXiv 2503.14476.
 
-Batches of problems are drawn until --examples-per-step of them have solutions of both kinds (eq. 11); all other groups
-are thrown away. A right solution earns 1, a wrong one -1 (eq. 7). The last --overlong-buffer tokens before the limit of
-length cost up to 1 (eq. 13). Every token of the batch weighs the same (eq. 12), the clip range is wider above than
-below (eq. 10), and there is no KL. The released settings have clip ranges of 0.2 and 0.28, 16 solutions per problem, at
-most 10 batches, and a buffer of 4096 of 20480 tokens. Thrown away or not, all solutions count as sampled.
+Batches are drawn until --examples-per-step problems have solutions of both kinds (eq. 11); other groups are thrown
+away, but count as sampled. A right solution earns 1, a wrong one -1 (eq. 7). The last --overlong-buffer tokens before
+the limit of length cost up to 1 (eq. 13). Every token of the batch weighs the same (eq. 12), the clip range is wider
+above than below (eq. 10), and there is no KL. The released settings have 16 solutions per problem and a buffer of 4096
+of 20480 tokens.
 
 Departures:
-1. One optimizer step per batch, where the paper takes 16 on parts of it. At one the ratio is 1 and nothing is clipped:
-   for clip-higher give --updates-per-batch.
+1. One optimizer step per batch (theirs: 16 on parts of it). At one the ratio is 1 and nothing is clipped; see
+   --updates-per-batch.
 2. A batch is drawn as large as the one that is trained on. The released settings draw three times as many problems.
-3. Where --max-batches do not suffice, the groups that there are are trained on, and ran_out is 1. The released code
-   stops the run.
+3. Where --max-batches do not suffice, the groups that there are are trained on (ran_out). The released code stops.
 4. Solutions that cannot be scored are left out, so a group may have fewer.
 """
 import torch
 
 from nanochat.cli import at_least
 from nanochat.common import BadInput
+from nanochat.recipes.policy.grpo import ROLES, evaluate  # noqa: F401
 from nanochat.rl.credit.rewards import terminal_rewards
-from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards, log_variances
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.rollouts import Rollouts, join
 
 STATUS = "works: every group has signal, it is ahead of GRPO at equal steps and below at equal tokens"
-ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["batches", "dropped/right", "dropped/wrong"]}
-evaluate = pass_at_1
 # Whether a group has right solutions, and wrong ones
 KINDS = {(True, True): "mixed", (True, False): "right", (False, True): "wrong", (False, False): "unknown"}
 
 
 def add_args(group) -> None:
-    group.add_argument("--max-batches", type=at_least(1, int, 1000), default=10,
-                       help="batches of --examples-per-step problems that a step may draw")
+    group.add_argument("--max-batches", type=at_least(1, int, 1000), default=10, help="that a step may draw")
     group.add_argument("--overlong-buffer", type=at_least(-1), default=-1,
                        help="the last tokens of --max-new-tokens, which are penalised; -1 = a fifth of it, 0 = none")
     group.set_defaults(clip_low=0.2, clip_high=0.28, aggregation="token", kl_coef=0.0)
@@ -86,8 +81,7 @@ def dynamic_sampling(t: Play) -> Rollouts:
     P, G, drawn, kept, kinds = t.args.examples_per_step, t.args.num_samples, [], [], []
     for label in labels(t.args):
         solutions = t.solve(label, t.problems())
-        outcomes = t.check(solutions)
-        solutions.columns = {"outcome": outcomes}
+        outcomes = solutions.columns["outcome"] = t.check(solutions)
         groups = [outcomes[n: n + G] for n in range(0, len(solutions), G)]
         found = t.gather([KINDS[True in group, False in group] for group in groups])  # of all ranks
         wanted = P - kinds.count("mixed")

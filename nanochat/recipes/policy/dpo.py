@@ -2,9 +2,8 @@
 
 A pair is a right (chosen, y_w) and a wrong (rejected, y_l) solution of the same problem. Its loss is -log sigma(u) with
 u = beta * [(log pi(y_w) - log ref(y_w)) - (log pi(y_l) - log ref(y_l))] (eq. 7): sums over the solutions' tokens, the
-starting weights as ref, beta 0.1 as in the paper. A step takes the mean over the pairs of all ranks. Its gradient is
-that of a weighted log-likelihood with the coefficients +-beta * sigma(-u), exact for one optimizer step per batch. The
-loss is the recipe's own: --advantage, --loss, --aggregation, --kl-coef and --entropy-coef have no say.
+starting weights as ref. A step takes the mean over the pairs of all ranks. The loss is the recipe's own: --advantage,
+--loss, --aggregation, --kl-coef and --entropy-coef have no say.
 
 Departures:
 1. Online: a step's pairs are sampled from the present model. The paper goes several times through a fixed set of pairs.
@@ -34,8 +33,7 @@ def draws(args) -> dict[str, Draw]:
 
 def play(t: Play):
     solutions = t.solve("solutions", t.problems())
-    outcomes = t.check(solutions)
-    solutions.columns = {"outcome": outcomes}
+    outcomes = solutions.columns["outcome"] = t.check(solutions)
     log_rewards(t, "generator", solutions, outcomes)
     t.log("generator", t.mean({"unscorable": [o is None for o in outcomes]}))
     chosen, rejected = right_and_wrong(outcomes, solutions.group_id.tolist())                   # y_w > y_l | x

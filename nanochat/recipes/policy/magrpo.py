@@ -5,10 +5,7 @@ completions. A joint action is a completion of either, and it earns 1 if the two
 takes the g-th completions of both. cross takes all G^2 pairs, and the return of a completion is then the sum over its
 pairs, as in the released code (OpenMLRL/CoMLRL). An agent's advantage is the return less the mean over its completions
 of the problem. The loss is -A log pi: a sum over tokens, a mean over completions, without ratio, clip or KL, so --loss
-and --aggregation have no say. Both agents learn in every step, each by an update of its own. With --frozen second the
-partner of the first agent stays as SFT left it. For a single agent this is REINFORCE with the group's mean as baseline.
-
-The released code has G 4, aligned, a learning rate of 5e-6, temperature and top-p 0.6, top-k 50, and two turns.
+and --aggregation have no say. The released code has G 4, aligned, temperature and top-p 0.6, top-k 50, and two turns.
 
 Departures:
 1. One turn. Theirs adds 0.9 times the mean return of the next turn, whose prompts hold what the environment says.
@@ -16,8 +13,8 @@ Departures:
 3. --advantage has their baselines mean (dr_grpo, the default), rloo and raw (reinforce), and not their max.
 4. A completion of which a pair cannot be scored teaches nothing. In theirs all rewards are known.
 5. One optimizer step for a batch of problems (theirs: 2), at temperature 1: the models here are tiny.
-6. Both agents start from the same checkpoint, which has learned to write either part (task halves, chat_sft
-   --demo-shares first:0.4 second:0.4).
+6. Both agents start from one checkpoint that writes either part (task halves, chat_sft --demo-shares first:0.4
+   second:0.4).
 """
 from dataclasses import replace
 from functools import partial
@@ -52,10 +49,8 @@ JOINT = {"aligned": lambda G: [(g, g) for g in range(G)], "cross": lambda G: lis
 
 def add_args(group) -> None:
     group.set_defaults(kl_coef=0.0, advantage="dr_grpo")
-    group.add_argument("--joint", default="aligned", choices=list(JOINT),
-                       help="which completions of the agents are taken together")
-    group.add_argument("--frozen", default="none", choices=["none", "second"],
-                       help="the agent that stays as it is")
+    group.add_argument("--joint", default="aligned", choices=list(JOINT), help="completions that are taken together")
+    group.add_argument("--frozen", default="none", choices=["none", "second"], help="the agent that stays as it is")
 
 
 def check(args, task) -> None:

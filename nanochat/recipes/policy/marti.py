@@ -1,12 +1,11 @@
 """MARTI (Zhang et al. 2026): a team debates or works in a chain, paid for its progress too. MAPoRL, arXiv 2502.18439.
 
 The paper is of ICLR 2026 (openreview E7jZqo0A50), its code TsinghuaC3I/MARTI, and the shaped reward is after MAPoRL.
-The agents answer in turns. With --graph debate there are --num-agents of them. Each answers, and then answers again
-after another one's answer. With --graph chain a generator answers, a verifier judges that, and a refiner answers
-after both. An answer earns R = 1 if it is right. A verification earns it if its verdict is, which the code calls
-conditional quality. From the second turn on R becomes R + alpha Delta. Q is the mean of what the team has earned in the
-turns before. --shaping margin pays for being better: Delta = R - Q. quality pays for staying right: Delta = QR - (1 -
-Q)(1 - R). The code has alpha 0.5 and margin as defaults.
+With --graph debate each of --num-agents answers, and then answers again after another one's answer. With --graph chain
+a generator answers, a verifier judges that, and a refiner answers after both. An answer earns R = 1 if it is right, a
+verification if its verdict is (the code's conditional quality). From the second turn on R becomes R + alpha Delta. Q is
+the mean of what the team has earned in the turns before. --shaping margin pays for being better: Delta = R - Q. quality
+pays for staying right: Delta = QR - (1 - Q)(1 - R). Defaults are the code's.
 
 Departures:
 1. One model plays all agents (theirs has a switch for that). By default theirs has one for each.
@@ -14,10 +13,9 @@ Departures:
 3. Q is the team's in both graphs, as in their present code. Their page and an older class have the agent's own.
 4. A text is compared with the other texts of its turn about the same problem. Their trainer takes groups of n by their
    place in a list of all agents' turns.
-5. A verification without a readable verdict earns 0, as theirs, and is counted. One of an unknown outcome has no
-   reward. In their present code verifications are graded as answers are; the rule for them is of an older class.
-6. Graph mixture, the final outcome as a part of the reward, the implicit reward model of agents and tree search are
-   left out.
+5. A verification without a readable verdict earns 0, as theirs. One of an unknown outcome has no reward. In their
+   present code verifications are graded as answers are; the rule for them is of an older class.
+6. Left out: graph mixture, the final outcome as a part of the reward, the agents' implicit reward model, tree search.
 7. A tiny model learns the form of a further answer by SFT first (chat_sft --demo-shares refine:0.3, and --role both for
    the chain's verifier).
 """
@@ -111,8 +109,7 @@ def add_args(group) -> None:
     group.add_argument("--shaping", default="margin", choices=list(SHAPING),
                        help="what a turn is paid for beside its own outcome")
     group.add_argument("--alpha", type=at_least(0, float), default=0.5, help="weight of that")
-    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112,
-                       help="graph chain: of a verification")
+    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112, help="in --graph chain")
 
 
 def check(args, task) -> None:

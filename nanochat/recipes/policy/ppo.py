@@ -2,15 +2,12 @@
 
 The critic reads the solution as its own completion. Before each token it says how likely the solution will end right:
 V_t = p(T) / (p(T) + p(F)), the chance of the verdict token there. The advantages are generalised estimates (Schulman et
-al. 2016, arXiv 1506.02438) with gamma 1 and --gae-lambda, whitened over the batch. The policy's loss is the clipped
-one, --updates-per-batch its number of optimizer steps on a batch. The critic learns the returns A_t + V_t, which are
-from 0 to 1 as the rewards are, by their cross-entropy.
+al. 2016, arXiv 1506.02438) with gamma 1 and --gae-lambda, whitened over the batch. The critic learns the returns
+A_t + V_t, which are from 0 to 1 as the rewards are, by their cross-entropy.
 
-VAPO (Yue et al. 2025, arXiv 2504.05118) adds three parts, each a flag. --gae-alpha: the policy's lambda is
-1 - 1 / (alpha l) for a solution of l tokens, while the critic keeps --gae-lambda, there 1. --value-pretrain: the critic
-first learns alone, on solutions of the fixed policy. --lm-coef: the log-likelihood of right solutions is raised too.
-There alpha is 0.05, the coefficient 0.1, with --clip-high 0.28 and --aggregation token, after 50 steps of pretraining.
-Alpha is for long solutions: lambda is 0 up to 1 / alpha tokens.
+VAPO (Yue et al. 2025, arXiv 2504.05118) adds a lambda by length (--gae-alpha 0.05 there), a critic that first learns
+alone on solutions of the fixed policy (--value-pretrain 50), and the likelihood of right solutions (--lm-coef 0.1),
+with --clip-high 0.28 and --aggregation token. Its alpha is for long solutions: lambda is 0 up to 1 / alpha tokens.
 
 Departures:
 1. The critic is generative: V is the LM head's, sigma of the difference of two of its rows, not a linear head's.
@@ -80,8 +77,7 @@ def likelihood_bonus(right: torch.Tensor, lengths: torch.Tensor, coef: float, re
 def play(t: Play):
     is_pretraining = t.steps["critic"] < t.args.value_pretrain
     solutions = t.solve("solutions", t.problems())
-    outcomes = t.check(solutions)
-    solutions.columns = {"outcome": outcomes}
+    outcomes = solutions.columns["outcome"] = t.check(solutions)
     known = solutions.select([n for n, outcome in enumerate(outcomes) if outcome is not None])
     log_rewards(t, "generator", solutions, outcomes)
     t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes]}))

@@ -1,9 +1,8 @@
 """PRIME (Cui et al. 2025): a generator and an implicit process reward model, trained together. arXiv 2502.01456.
 
 The process reward of a token is the log-ratio of the PRM to its own SFT start, so outcomes alone train it. The
-advantage is that of RLOO on outcomes plus that of RLOO on process rewards. Defaults as in the released settings: beta
-.05, problems of accuracy .2 to .8, no KL, token mean, scores from the forward pass before the PRM's update ("after").
-Those have 256 problems with 4 rollouts each, and rates of 5e-7 (generator) and 1e-6 (PRM): --lr and --prm-lr.
+advantage is that of RLOO on outcomes plus that of RLOO on process rewards. Defaults are the released settings, but for
+256 problems with 4 rollouts each, and rates of 5e-7 (generator) and 1e-6 (PRM).
 
 Departures:
 1. One optimizer step of each role per batch; the released code takes several on parts of it.
@@ -28,7 +27,7 @@ from nanochat.rl.credit.rewards import keep_groups, outcome_rewards
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_odds_scores, log_rewards, log_variances
-from nanochat.rl.play.play import Draw, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update, solution_draws
 from nanochat.rl.records.rollouts import Rollouts
 
 STATUS = "runs: what process rewards add to outcomes is not shown"
@@ -67,10 +66,9 @@ def updates(args) -> dict[str, int]:
 
 
 def draws(args) -> dict[str, Draw]:
-    size = (args.examples_per_step, args.num_samples, args.max_new_tokens)
-    return {"solutions": Draw("generator", *size, trained=True),
-            "scored": Draw("prm", *size, updates(args)["prm"], trained=True, teacher_forced=True,
-                           scored=2 if args.prm_update == "before" else 1)}
+    return solution_draws(args) | {
+        "scored": Draw("prm", args.examples_per_step, args.num_samples, args.max_new_tokens, updates(args)["prm"],
+                       trained=True, teacher_forced=True, scored=2 if args.prm_update == "before" else 1)}
 
 
 def prm_coefficients(q: torch.Tensor, outcomes: list[bool], mask: torch.Tensor, beta: float) -> torch.Tensor:

@@ -9,8 +9,7 @@ GenPRM's relative progress. The prover is --prover-tag as it is, by default what
 Departures:
 1. The papers train a verifier on such estimates and let it reward; here they reward directly, at the cost of
    --continuations completions of each prefix. Equal prefixes share theirs.
-2. The outcome and the steps' rewards are added and normalised together (recipe tango's --combine rewards), or each by
-   itself (advantages).
+2. Outcome and steps' rewards are normalised together (recipe tango's --combine rewards), or each by itself.
 3. A solution of more than --most-steps steps is rewarded by its outcome alone, and counted (step_abstained).
 """
 from nanochat.cli import at_least
@@ -22,7 +21,7 @@ from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards, log_variances
 from nanochat.rl.measure.scores import pass_at_k
 from nanochat.rl.measure.step_labels import METHODS, run_plans
-from nanochat.rl.play.play import Draw, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update, solution_draws
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.prefixes import prompt_after
 
@@ -49,10 +48,9 @@ def check(args, task) -> None:
 
 
 def draws(args) -> dict[str, Draw]:
-    P, G = args.examples_per_step, args.num_samples
-    return {"solutions": Draw("generator", P, G, args.max_new_tokens, trained=True),
-            "continued": Draw("prover", P * G * (args.most_steps + 1), args.continuations, args.max_new_tokens,
-                              quoted=args.max_new_tokens)}
+    num_prefixes = args.examples_per_step * args.num_samples * (args.most_steps + 1)
+    return solution_draws(args) | {
+        "continued": Draw("prover", num_prefixes, args.continuations, args.max_new_tokens, quoted=args.max_new_tokens)}
 
 
 def play(t: Play):

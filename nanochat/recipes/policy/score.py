@@ -1,10 +1,9 @@
 """SCoRe (Kumar et al. 2024): RL on two attempts in a row, the second to correct the first. arXiv 2409.12917.
 
 Stage I rewards the second attempt and ties the first to the starting weights. Stage II rewards both, the second with a
-bonus alpha (r2 - r1). The paper's Table 5 has alpha 10, beta1 0.01, beta2 0.1 (MATH) or 0.25 (MBPP), learning rates
-5e-6 and 1e-5, and 3000 and 1500 steps. How many are stage I's was not found, nor any code of the authors.
-
-The loss is REINFORCE with the KL in its weights: --advantage, --loss, --kl-coef and --aggregation have no effect.
+bonus alpha (r2 - r1). The paper's Table 5 has alpha 10, beta1 0.01, beta2 0.1 (MATH) or 0.25 (MBPP), and 3000 and 1500
+steps. How many are stage I's was not found, nor any code of the authors. The loss is REINFORCE with the KL in its
+weights: --advantage, --loss, --kl-coef and --aggregation have no effect.
 
 Departures:
 1. The baseline is the mean of the problem's other G - 1 episodes (RLOO), of either turn by itself. The paper names
@@ -14,8 +13,7 @@ Departures:
 3. The KL is per token (k2) and is not carried back to earlier tokens. The first attempt in stage I has beta2 alone.
 4. The mean is over the 2G attempts at a problem, half of that over G episodes.
 5. One optimizer step per batch; all first attempts are the present policy's; AdamW's averages outlive stage I.
-6. A tiny model learns the form of a second attempt by SFT first (chat_sft --demo-shares refine:0.5); else none of them
-   is right.
+6. A tiny model learns the form of a second attempt by SFT first (chat_sft --demo-shares refine:0.5).
 """
 from nanochat.cli import at_least
 from nanochat.kernels.losses import PolicyLoss
@@ -45,8 +43,7 @@ CREDIT = {"own": lambda own, later: own, "total": lambda own, later: own + later
 def add_args(group) -> None:
     group.add_argument("--stage1-steps", type=at_least(0), default=50, help="steps of stage I, out of --num-steps")
     group.add_argument("--alpha", type=at_least(0, float), default=10.0, help="weight of the bonus r2 - r1 in stage II")
-    group.add_argument("--beta1", type=at_least(0, float), default=0.01,
-                       help="weight of the KL to the starting weights")
+    group.add_argument("--beta1", type=at_least(0, float), default=0.01, help="of the KL to the starting weights")
     group.add_argument("--beta2", type=at_least(0, float), default=0.1,
                        help="the same for the first attempt in stage I")
     group.add_argument("--credit", default="own", choices=list(CREDIT), help="rewards of the first attempt")

@@ -1,13 +1,12 @@
 """Simulated judge: GRPO rewarded by a judge that is as accurate as one says, and in the way one says. arXiv 2503.15477.
 
 What makes a reward a good teacher (Razin et al. 2025): not accuracy alone, but also how far it tells apart what the
-policy samples. A judge here knows the outcome of a solution, and is spoiled in one of two ways, or in both. With
---judge-ties q it gives .5 to all solutions of a share q of the problems: it says nothing false. With --judge-flips e it
-says the opposite of a share e of the solutions.
+policy samples. A judge here knows the outcome of a solution, and is spoiled in two ways. With --judge-ties q it gives
+.5 to all solutions of a share q of the problems: it says nothing false. With --judge-flips e it says the opposite of a
+share e of the solutions. What it ties and flips is a function of the seed, the problem and the text.
 
-Of a right and a wrong solution of one problem it ranks the right one higher with a chance of 1 - q / 2, a tie counting
-half, and of 1 - e; in both ways, of (1 - q)(1 - e) + q / 2. So q = 2e gives two judges that are equally accurate; the
-one with ties varies less, by 1 - q. What it ties and flips is a function of the seed, the problem and the text.
+Of a right and a wrong solution of one problem it ranks the right one higher with chance (1 - q)(1 - e) + q / 2, a tie
+counting half. So q = 2e gives two judges that are equally accurate; the one with ties varies less, by 1 - q.
 
 Departures:
 1. In the paper reward models of different accuracy and variance are trained or made; here the flaws are planted.
@@ -29,10 +28,8 @@ SHOWN = {"generator": ["judge_auc", "zero_variance/judge"]}
 
 
 def add_args(group) -> None:
-    group.add_argument("--judge-ties", type=SHARE, default=0.0,
-                       help="q: share of the problems with the same reward for all solutions")
-    group.add_argument("--judge-flips", type=SHARE, default=0.0,
-                       help="e: share of the solutions that are rewarded for the opposite")
+    group.add_argument("--judge-ties", type=SHARE, default=0.0, help="q: share of the problems without a difference")
+    group.add_argument("--judge-flips", type=SHARE, default=0.0, help="e: share of the solutions paid for the opposite")
 
 
 def judged(outcome: bool | None, seed: int, problem: str, text: str, ties: float, flips: float) -> float | None:

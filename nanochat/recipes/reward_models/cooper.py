@@ -3,19 +3,17 @@
 The reward model reads the problem, the gold answer and a solution, and gives s, the log-odds of the verdict token at
 the end. GRPO rewards the policy with sigma(s). A rule that knows the answer would be precise but miss right answers in
 other forms; a reward model takes them, but a policy learns to please it. So the reward model is trained in each step
-too, on a pair per problem: the first solution that the rule accepts, and a wrong version of it. Both are of the present
-policy's making, and what it has found to please the reward model stands in both.
-
---rm-pretrain steps of cross-entropy on the task's labelled solutions come first. --rm-update none then leaves the
-reward model alone, --policy-reward rule does without it. The rule is the task's `rule`, or its check where it has none;
-gold accuracy (rewards/outcome, pass1) is always the check, which nothing here is trained on.
+too, on a pair per problem: the first solution that the rule accepts, and a wrong version of it. What the policy has
+found to please the reward model stands in both. --rm-pretrain steps of cross-entropy on the task's labelled solutions
+come first. The rule is the task's `rule`, or its check where it has none; gold accuracy (rewards/outcome, pass1) is
+always the check, which nothing here is trained on.
 
 Departures:
 1. s is the difference of two rows of the LM head. Theirs is a linear head of its own.
 2. An LLM rewrites a right solution into a wrong one in the paper; here the task's `corrupt` does.
 3. In --rm-pretrain the labels are the task's check of `corrupted_solution`; theirs are a rule's and an LLM's.
-4. --lr and --rm-lr are for tiny models; theirs are 1e-6 and 1e-5, with 16 samples. A policy that is too fast games the
-   reward model before it has learned: on task brittle with --lr 3e-4 no solution was accepted any more, so no pair.
+4. --lr and --rm-lr are for tiny models; theirs are 1e-6 and 1e-5. A policy that is too fast games the reward model
+   before it has learned: on task brittle with --lr 3e-4 no solution was accepted any more, so no pair.
 """
 import random
 
@@ -50,8 +48,7 @@ POLICY_REWARDS = {"chance": lambda s, accepted: torch.sigmoid(s).tolist(), "verd
 
 
 def add_args(group) -> None:
-    group.add_argument("--policy-reward", default="chance", choices=list(POLICY_REWARDS),
-                       help="verdict: 1 where the chance is above .5")
+    group.add_argument("--policy-reward", default="chance", choices=list(POLICY_REWARDS), help="verdict: chance > .5")
     group.add_argument("--rm-update", default="pairs", choices=["pairs", "none"],
                        help="none: the reward model is frozen after --rm-pretrain")
     group.add_argument("--rm-pretrain", type=at_least(0), default=100,

@@ -5,9 +5,7 @@ critiques of each, the task's usual verifications. Those whose final verdict agr
 one of the right and one of the wrong solution. A critique has a score s, the log-odds of the final verdict at its place
 in the text. The loss is (1 - lambda) times the LM loss on these critiques, plus lambda times the mean of
 -log sigma(s_right - s_wrong) over the pairs. lambda goes from --bt-start to --bt-end over the run: the verifier first
-learns to write, then to score.
-
-A solution's chance is the mean over --verifications critiques.
+learns to write, then to score. A solution's chance is the mean over --verifications critiques.
 
 Departures:
 1. The scalar head is the difference of two rows of the LM head, read where the verdict stands. Theirs is a linear head
@@ -15,9 +13,8 @@ Departures:
 2. The verifier writes what it learns from anew in each step. In the paper it is written once, before training, and also
    refined and ranked.
 3. A critique is kept or not by its final verdict. Its verdicts on steps may be anything.
-4. The first kept critique of the right solution makes a pair with the first one of the wrong solution, and so on. Those
-   that are left over are not learned. Otherwise a verifier that calls everything right keeps half of its critiques and
-   is confirmed.
+4. The k-th kept critique of the right solution makes a pair with the k-th of the wrong one. Those left over are not
+   learned. Otherwise a verifier that calls everything right keeps half of its critiques and is confirmed.
 5. lambda is linear in the number of updates.
 6. What is averaged over critiques is sigma(s), not s.
 """

@@ -1,12 +1,11 @@
 """GRAM (Wang et al. 2025): a judge of pairs that chooses at once, pretrained on pairs without labels. arXiv 2506.14175.
 
-The verifier is shown a right and a wrong solution of a problem and answers with A or B, without an analysis. It learns
-this in two stages. In the first --pretrain-steps it learns to write two solutions of a problem, the second after the
-first, as a language model: no label is used, so solutions whose outcome is null serve too. Then it learns to choose: a
-cross-entropy over the two choices alone, on s = log p(A) - log p(B), with labels smoothed to 1 - epsilon/2 and
-epsilon/2 (--label-smoothing). With D the log-odds of the right choice this is -log sigma(D) + (epsilon/2) D, the
-Bradley-Terry loss with a term that keeps D small. The solutions come from a file (--labels). A generator is rewarded by
-recipe fixed_verifier with --judge preferred.
+The verifier is shown a right and a wrong solution of a problem and answers with A or B, without an analysis. In the
+first --pretrain-steps it learns to write two solutions of a problem, the second after the first, as a language model:
+no label is used, so solutions whose outcome is null serve too. Then it learns to choose: a cross-entropy over the two
+choices alone, on s = log p(A) - log p(B), with labels smoothed to 1 - epsilon/2 and epsilon/2 (--label-smoothing). With
+D the log-odds of the right choice this is -log sigma(D) + (epsilon/2) D, the Bradley-Terry loss with a term that keeps
+D small. The solutions come from a file (--labels). Recipe fixed_verifier rewards a generator (--judge preferred).
 
 Departures:
 1. Pairs are a right and a wrong solution, one pair of each problem that has both. The paper's are people's preferences.
@@ -21,7 +20,7 @@ from functools import partial
 
 import torch
 
-from nanochat.cli import at_least
+from nanochat.cli import SHARE, at_least
 from nanochat.common import BadInput
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Draw, Play
@@ -48,13 +47,11 @@ def add_args(group) -> None:
     group.add_argument("--pretrain-steps", type=at_least(0), default=40,
                        help="the first of --num-steps, which learn to write two solutions and use no label; as many "
                        "as there are: nothing else is learned")
-    group.add_argument("--label-smoothing", type=float, default=0.1, help="epsilon: the right choice counts 1 - "
-                       "epsilon/2, the other one epsilon/2")
+    group.add_argument("--label-smoothing", type=SHARE, default=0.1,
+                       help="epsilon: the right choice counts 1 - epsilon/2, the other one epsilon/2")
 
 
 def check(args, task) -> None:
-    if not 0 <= args.label_smoothing < 1:
-        raise BadInput(f"--label-smoothing {args.label_smoothing}: must be from 0, and below 1")
     check_labels(args, task)
     if args.pretrain_steps and not with_two(read_labelled(args.labels, task)):
         raise BadInput(f"--labels {args.labels}: has no problem with two solutions, which --pretrain-steps learns from")

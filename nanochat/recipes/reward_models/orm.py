@@ -2,14 +2,13 @@
 
 The verifier reads a solution after its problem and says how likely the answer is right: V = sigma(s), s the log-odds
 of the verdict token. It is asked at the end of the solution (--orm-places end), or after every token (tokens), which
-makes a value function of it. With --lm-coef it also goes on to model right solutions as text. The labelled solutions
-come from a file (--labels); their step labels are not used.
+makes a value function of it. The labelled solutions come from a file (--labels); their step labels are not used.
 
 Departures:
 1. s is the difference of two rows of the LM head. The paper has a bias and a gain on one special token's logit, which
    differ in initialisation only.
 2. Cross-entropy; the paper's loss is the mean squared error (--orm-loss squared).
-3. The LM loss is on the right ones of the labelled solutions, the paper's on its training set.
+3. The LM loss (--lm-coef) is on the right ones of the labelled solutions, the paper's on its training set.
 4. The paper takes 100 solutions of each problem and one epoch; here the file and --num-steps decide.
 """
 import torch
@@ -34,8 +33,7 @@ def add_args(group) -> None:
     add_judged_args(group)
     group.add_argument("--orm-places", default="end", choices=["end", "tokens"], help="where the outcome is asked for")
     group.add_argument("--orm-loss", default="bce", choices=list(LOSSES), help="of V against the outcome")
-    group.add_argument("--lm-coef", type=at_least(0, float), default=0.0,
-                       help="weight of the LM loss on right solutions")
+    group.add_argument("--lm-coef", type=at_least(0, float), default=0.0, help="of the LM loss on right solutions")
 
 
 def draws(args) -> dict[str, Draw]:

@@ -1,17 +1,15 @@
 """PRM (Lightman et al. 2023): a verifier that scores each reasoning step, trained on step labels. arXiv 2305.20050.
 
 After each step the verifier says how likely it is right: V = sigma(s), s the log-odds of the verdict token. A
-solution's chance is the product of its steps' chances, their minimum or the last one (--prm-aggregate). The labels come
-from a file (--labels): people's or gold ones, as in the paper, or the shares of a step's continuations that end right
-(Math-Shepherd, Wang et al. 2024, arXiv 2312.08935). Those are learned as they are (--prm-labels soft), or as whether
-any ends right (hard). They may also be progress, from -1 to 1: what a step adds to a prover's chance (PAV, Setlur et
-al. 2024, arXiv 2410.08146; label_steps --method pav). Progress A is learned as V = (1 + A) / 2 (progress), so 2V - 1
-predicts it.
+solution's chance is made of its steps' (--prm-aggregate). The labels come from a file (--labels): people's or gold
+ones, as in the paper, or the shares of a step's continuations that end right (Math-Shepherd, Wang et al. 2024, arXiv
+2312.08935). Those are learned as they are (--prm-labels soft), or as whether any ends right (hard). They may also be
+progress, from -1 to 1: what a step adds to a prover's chance (PAV, Setlur et al. 2024, arXiv 2410.08146; label_steps
+--method pav). Progress A is learned as V = (1 + A) / 2 (progress), so 2V - 1 predicts it.
 
 Departures:
 1. The paper's labels are positive, negative and neutral; here a label is a chance.
-2. The paper labels steps up to the first error (--until-first-error); here all that the file has are learned, by
-   default.
+2. The paper labels steps up to the first error; here all that the file has are learned, but for --until-first-error.
 3. --prm-aggregate is min by default, as in Math-Shepherd. The paper's is product.
 """
 import argparse

@@ -2,8 +2,8 @@
 
 The verifier is shown a right and a wrong solution of a problem. It solves the problem itself, compares both with what
 it found, and chooses. A choice of the right one earns 1, any other text -1: there is no reward for the form. With
---judge only it works the steps of both solutions instead. The generator of the solutions does not learn;
-recipe fixed_verifier rewards one (--judge solve_pair, or pair).
+--judge only it works the steps of both solutions instead. The generator of the solutions does not learn; recipe
+fixed_verifier rewards one (--judge solve_pair, or pair).
 
 Departures:
 1. The judge learns the form by SFT on demonstrations (chat_sft --verifier-form solve_pair, or pair for --judge only),

@@ -3,8 +3,8 @@
 The verifier is shown --num-judged solutions of a problem, one of them right. It names the principles to judge by,
 criticises each solution and scores it from 0 to 10. It earns 1 if the right one has the highest score and no other has
 as much, else -1. A single solution must be scored 1 if it is right and 0 if not. There is no reward for the form. The
-evaluation adds up k sampled votes. The generator of the solutions does not learn;
-recipe fixed_verifier rewards one (--judge scores).
+evaluation adds up k sampled votes. The generator of the solutions does not learn; recipe fixed_verifier rewards one
+(--judge scores).
 
 Departures:
 1. Principles are the names of what will be checked, a critique is each step worked again, learned by SFT on
@@ -35,8 +35,7 @@ TABLE = {**{f"ver/acc_k{k}_in": f"right solution scored highest, {k} vote{'s' * 
 
 
 def add_args(group) -> None:
-    group.add_argument("--num-judged", type=at_least(1, int, MOST_SOLUTIONS), default=2,
-                       help="n: solutions that are scored together")
+    group.add_argument("--num-judged", type=at_least(1, int, MOST_SOLUTIONS), default=2, help="n, scored together")
     add_judge_args(group, least=1)
     group.set_defaults(kl_coef=0.08)
 

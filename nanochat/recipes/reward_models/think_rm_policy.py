@@ -21,7 +21,7 @@ from nanochat.rl.credit.advantages import difference_advantages
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards
-from nanochat.rl.play.play import Draw, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update, solution_draws
 from nanochat.rl.verify.comparing import Scores, all_pairs, verified_together
 from nanochat.rl.verify.forms import empty_form_prompt
 
@@ -46,10 +46,10 @@ def check(args, task) -> None:
 
 def draws(args) -> dict[str, Draw]:
     P, G = args.examples_per_step, args.num_samples
-    return {"solutions": Draw("generator", P, G, args.max_new_tokens, trained=True),
-            "verdicts": Draw("verifier", P * G * (G - 1) // 2, args.verifications, args.verifier_max_new_tokens,
-                             wrap=partial(empty_form_prompt, form=FORM[args.grades], num=2),
-                             quoted=2 * args.max_new_tokens)}
+    wrap = partial(empty_form_prompt, form=FORM[args.grades], num=2)
+    return solution_draws(args) | {
+        "verdicts": Draw("verifier", P * G * (G - 1) // 2, args.verifications, args.verifier_max_new_tokens, wrap=wrap,
+                         quoted=2 * args.max_new_tokens)}
 
 
 def differences(pairs: list[list[int]], scores: Scores, num: int, num_votes: int) -> torch.Tensor:

@@ -11,19 +11,17 @@ there are more, with some twice where there are fewer. They are drawn evenly, as
 second says "advantage-weighted" in its abstract; neither its formula nor any code of the authors was found.
 
 Search-o1 (Li et al. 2025, arXiv 2501.05366) has the same turns and the same reader, and trains nothing: it is this
-recipe's evaluation with --num-steps 0, and the score before training of every other run. --no-train-condenser learns
-from System 2's samples alone. It shares System 1's weights, so that is no frozen System 1.
+recipe's evaluation with --num-steps 0. --no-train-condenser learns from System 2's samples alone. It shares System 1's
+weights, so that is no frozen System 1.
 
 Departures:
 1. A turn is a completion of its own. In the paper a trajectory is one, in which what System 1 wrote is masked. Here it
-   stands in a prompt, so no token of it gets a gradient from System 2's samples. So System 2's samples are turns:
-   System 1's are drawn to as many, and a trajectory weighs as much as it has turns. In the paper all weigh the same.
-2. A turn asks one query, and there is no purpose beside it. The paper's ask several tools, a Python interpreter among
-   them.
+   stands in a prompt, so no token of it gets a gradient from System 2's samples. System 2's samples are turns, and a
+   trajectory weighs as much as it has turns. In the paper all weigh the same.
+2. A turn asks one query. The paper's ask several tools, a Python interpreter among them, with a purpose beside it.
 3. Both losses are parts of one mean (--aggregation), not a sum of two means. The draw gives them equal numbers of
    samples, but for problems of which no trajectory asks.
-4. Both systems learn their form by SFT first (chat_sft --demo-shares reason:0.4 condense:0.4). The paper starts from a
-   pretrained model without SFT.
+4. Both systems learn their form by SFT first (chat_sft --demo-shares reason:0.4 condense:0.4), in the paper without.
 """
 import argparse
 import random
@@ -35,6 +33,7 @@ import torch
 
 from nanochat.cli import at_least
 from nanochat.common import BadInput
+from nanochat.recipes.search import search_r1
 from nanochat.rl.credit.advantages import PRESETS, Preset, alone, source_advantages
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
@@ -68,10 +67,7 @@ def add_args(group) -> None:
 
 
 def check(args, task) -> None:
-    if not hasattr(task, "documents"):
-        raise BadInput(f"--task {args.task}: has no documents to search, which this recipe needs; lookup has them")
-    if args.calculator:
-        raise BadInput("--calculator: solutions of this recipe have a search, and one tool at a time")
+    search_r1.check(args, task, "documents")
     for query in getattr(task, "queries", ()):
         packed(task.documents(query), args)  # refuses what some step would
 
@@ -95,8 +91,7 @@ def first_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
     for any is alone."""
     bins: list[list[int]] = []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        room = (b for b in bins if sum(sizes[j] for j in b) + sizes[i] <= capacity)
-        fit = next(room, None)
+        fit = next((b for b in bins if sum(sizes[j] for j in b) + sizes[i] <= capacity), None)
         if fit is None:
             bins.append([i])
         else:
@@ -123,9 +118,8 @@ def balanced(samples: list[int], num: int, rng: random.Random) -> list[int]:
 
 def asked(fmt, text: str) -> str | None:
     """The query that a turn ends with, None where it ends with none."""
-    before, opened, query = text.rpartition(fmt.query_open)
-    closed = opened and query.endswith(fmt.query_close)
-    return query.removesuffix(fmt.query_close) if closed else None
+    _, opened, query = text.rpartition(fmt.query_open)
+    return query.removesuffix(fmt.query_close) if opened and query.endswith(fmt.query_close) else None
 
 
 def run_episodes(t: Play, problems: list[Problem], greedy: bool = False) -> tuple[Rollouts, Rollouts]:

@@ -3,19 +3,16 @@
 Stage 1 pays 0.5 for a solution that searches and whose marks pair up, and 0.5 for its form, whatever it answers. Stage
 2 pays the answer, 1 or 0, and takes 2 off for a bad form; it no longer asks for a search. The form: every query has the
 information that the search gave it, and there is one answer, at the end, that is no query. The information is masked
-from the loss. The advantage is REINFORCE++'s (Hu 2025), normalised over the batch. The authors' scripts have 16
-samples, a learning rate of 2e-6 and no KL.
-
-The released rewards differ from the paper's. Stage 1 also pays 1 for a right answer and takes 1 off for a wrong one;
-stage 2 takes 1 off for a bad form with Llama. With Qwen there is one stage alone, that of 2 (--stage1-steps 0), and the
-estimators of the scripts are those of a group.
+from the loss. The advantage is REINFORCE++'s (Hu 2025), normalised over the batch, and there is no KL.
 
 Departures:
-1. The answer is right or wrong. Theirs earns the F1 of its words, which is the same of a single one.
-2. Their form has a closed block of thinking, at most 10 words in the answer and no Chinese. The formats here have none
+1. Rewards are the paper's. In the released code stage 1 also pays 1 for a right answer and takes 1 off for a wrong one,
+   stage 2 takes 1 off for a bad form with Llama, and with Qwen there is stage 2 alone (--stage1-steps 0).
+2. The answer is right or wrong. Theirs earns the F1 of its words, which is the same of a single one.
+3. Their form has a closed block of thinking, at most 10 words in the answer and no Chinese. The formats here have none
    of these.
-3. Stage 1 ends after a number of steps on the same problems. Theirs has 350 problems of its own.
-4. Queries and the search are those of recipe search_r1, with its departures 1 and 3.
+4. Stage 1 ends after a number of steps on the same problems. Theirs has 350 problems of its own.
+5. Queries and the search are those of recipe search_r1, with its departures 1 and 3.
 """
 from nanochat.cli import at_least
 from nanochat.recipes.search.search_r1 import (ROLES, TABLE, add_search_args, answers_once, check,  # noqa: F401
@@ -42,9 +39,10 @@ def is_formed(fmt, text: str, stopped: bool, num_queries: int) -> bool:
 def play(t: Play):
     search, fmt = search_of(t), t.task.fmt
     solutions = t.solve("solutions", t.problems(), tool=search)
-    outcomes, num_queries = t.check(solutions), [search.num_queries[n] for n in range(len(solutions))]
-    formed = [is_formed(fmt, *row) for row in zip(solutions.texts, solutions.stopped.tolist(), num_queries,
-                                                  strict=True)]
+    outcomes = solutions.columns["outcome"] = t.check(solutions)
+    num_queries = [search.num_queries[n] for n in range(len(solutions))]
+    formed = [is_formed(fmt, *row)
+              for row in zip(solutions.texts, solutions.stopped.tolist(), num_queries, strict=True)]
     stage = 1 if t.steps["generator"] < t.args.stage1_steps else 2
     if stage == 1:
         searches = [num > 0 and read_queries(fmt, text) is not None
@@ -53,7 +51,6 @@ def play(t: Play):
     else:
         rewards = [None if outcome is None else outcome - BAD_FORM * (not form)
                    for outcome, form in zip(outcomes, formed, strict=True)]
-    solutions.columns = {"outcome": outcomes}
     log_queries(t, solutions, num_queries)
     t.log("generator", {"stage": stage} | t.mean({"rewards/format/mean": formed}))
     yield learn(t, solutions, rewards)

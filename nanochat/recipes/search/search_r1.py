@@ -2,15 +2,12 @@
 
 Where the policy closes a query, the search's information is put after it, and the policy goes on. A right answer earns
 1, any other 0; nothing rewards a search or its form. Information is no token of the policy: it is masked from the loss
-(--no-mask-information is the paper's ablation). The authors' GRPO script (v0.2) has 5 samples, at most 4 turns, a
-learning rate of 1e-6 and a KL of 1e-3.
-
-Search-R1 is also what the other recipes with a search share: the flags, the marks that are read, the evaluation with
+(--no-mask-information is the paper's ablation). Other recipes with a search share its flags, marks and evaluation: with
 the search (pass1) and without it (memory_pass1), where the policy has to write the information itself.
 
 Departures:
-1. After --most-queries queries nothing is put there, and the solution goes on. Theirs generates once more without a
-   search, and its own answer to what is neither a query nor an answer is "my previous action is invalid".
+1. After --most-queries queries nothing is put there, and the solution goes on. Theirs, after 4, generates once more
+   without a search, and its own answer to what is neither a query nor an answer is "my previous action is invalid".
 2. GRPO alone. The paper has PPO as well.
 3. A tiny model learns the marks of a query by SFT first. Theirs reads of them in the prompt.
 """
@@ -20,15 +17,17 @@ from dataclasses import replace
 
 from nanochat.cli import at_least
 from nanochat.common import BadInput
-from nanochat.recipes.policy.grpo import ROLES, draws  # noqa: F401
+from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards
-from nanochat.rl.play.play import Play, Update
+from nanochat.rl.play.play import Play, Update, solution_draws
 from nanochat.rl.records.outcomes import answers_of, labels_of
 from nanochat.rl.records.rollouts import Rollouts
 
 STATUS = "works: ahead of GRPO from memory on three seeds; the mask makes no difference there"
+ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["queries"]}
+draws = solution_draws
 TABLE = {"gen/pass1_in": "greedy pass@1 with the search, in distribution",
          "gen/pass1_out": "greedy pass@1 with the search, out of distribution",
          "gen/memory_pass1_in": "greedy pass@1 from memory, in distribution",
@@ -36,13 +35,12 @@ TABLE = {"gen/pass1_in": "greedy pass@1 with the search, in distribution",
 
 
 def add_search_args(group) -> None:
-    group.add_argument("--most-queries", type=at_least(1), default=8,
-                       help="queries of a solution that are answered")
+    group.add_argument("--most-queries", type=at_least(1), default=8, help="queries of a solution that are answered")
 
 
-def check(args, task) -> None:
-    if not hasattr(task, "tool"):
-        raise BadInput(f"--task {args.task}: has no search, which this recipe needs; lookup has one")
+def check(args, task, needed: str = "tool") -> None:
+    if not hasattr(task, needed):
+        raise BadInput(f"--task {args.task}: has no search ({needed}), which this recipe needs; lookup has one")
     if args.calculator:
         raise BadInput("--calculator: solutions of this recipe have a search, and one tool at a time")
 
@@ -100,19 +98,13 @@ def add_args(group) -> None:
 
 def play(t: Play):
     search = search_of(t)
-    solutions = t.solve("solutions", t.problems(), tool=search)  # y ~ pi(. | x; R)
-    outcomes = t.check(solutions)                                                                 # EM(a_pred, a_gold)
-    solutions.columns = {"outcome": outcomes}
-    if not t.args.mask_information:
-        solutions = unmasked(solutions)
+    solutions = t.solve("solutions", t.problems(), tool=search)    # y ~ pi(. | x; R)
+    outcomes = solutions.columns["outcome"] = t.check(solutions)    # EM(a_pred, a_gold)
+    if not t.args.mask_information:  # the information is trained too, which nobody drew
+        logprobs = solutions.sampler_logprobs.masked_fill(solutions.forced, float("nan"))
+        solutions = replace(solutions, forced=None, sampler_logprobs=logprobs)
     log_queries(t, solutions, [search.num_queries[n] for n in range(len(solutions))])
     yield learn(t, solutions, outcomes)
-
-
-def unmasked(solutions: Rollouts) -> Rollouts:
-    """The same solutions, of which the information is trained too. Nobody drew it."""
-    logprobs = solutions.sampler_logprobs.masked_fill(solutions.forced, float("nan"))
-    return replace(solutions, forced=None, sampler_logprobs=logprobs)
 
 
 def evaluate(t: Play) -> dict:

@@ -1,12 +1,12 @@
 """Search Self-Play (Lu et al. 2025): one model asks and answers questions, both with a search. arXiv 2510.18821.
 
 The proposer is shown an answer, searches, and writes a question that has it. The solver searches and answers. The
-proposer earns 1 - acc, acc being the share of right answers among G (5 in the authors' script), a solver 1 for the
-answer. A filter holds the game to what can be answered: the question is readable, does not show its answer, took at
-least two different queries and none twice, and what the proposer found is enough to come to the answer. A question that
-is filtered earns 0, and an older one takes its place; the pool is emptied every 10 steps. The solver's advantage is
-GRPO's and the KL 0.01; the proposer, with one question per answer, learns by its raw reward (grpo with n = 1 in verl).
-Without the filter (--no-filter) the proposer earns most for what nobody can answer.
+proposer earns 1 - acc, acc being the share of right answers among G, a solver 1 for the answer. A filter holds the game
+to what can be answered: the question is readable, does not show its answer, took at least two different queries and
+none twice, and what the proposer found is enough to come to the answer. A question that is filtered earns 0, and an
+older one takes its place; the pool is emptied every 10 steps. The solver's advantage is GRPO's; the proposer, with one
+question per answer, learns by its raw reward (grpo with n = 1 in verl). Without the filter (--no-filter) the proposer
+earns most for what nobody can answer.
 
 Departures:
 1. The task itself says whether what was found is enough: the question's keys were all looked up, and its true answer is
@@ -44,8 +44,7 @@ def add_args(group) -> None:
     group.add_argument("--filter", action=argparse.BooleanOptionalAction, default=True,
                        help="questions must have the answer that was shown, and be answerable")
     group.add_argument("--least-queries", type=at_least(0), default=2, help="different queries of a proposer")
-    group.add_argument("--pool-steps", type=at_least(1, int, 1000), default=10,
-                       help="steps after which the pool is emptied")
+    group.add_argument("--pool-steps", type=at_least(1, int, 1000), default=10, help="after which the pool is emptied")
 
 
 def check(args, task) -> None:
@@ -95,8 +94,7 @@ def play(t: Play):
     asked = [new or old for new, old in zip(proposals.problems, drawn(t, pool), strict=True)]
     search = search_of(t)
     solutions = t.solve("solutions", [problem for problem in asked if problem], tool=search)
-    outcomes = t.check(solutions)
-    solutions.columns = {"outcome": outcomes}
+    outcomes = solutions.columns["outcome"] = t.check(solutions)
 
     acc = [p if new else None  # of an older question it says nothing about the proposer
            for p, new in zip(spread(accuracies(outcomes, G), asked), proposals.problems, strict=True)]

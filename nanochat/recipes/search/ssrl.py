@@ -2,11 +2,8 @@
 
 A solution asks, and writes the information itself, from what it knows. It earns 0.9 for a right answer and 0.1 times
 its form: 0 unless each query has information that is not empty and the one answer stands at the end, else 1 where it
-asked at all and 0.5 where it did not. Information is masked from the loss, although the policy wrote it. The authors'
-script has 5 samples, a learning rate of 1e-6 and a KL of 1e-3.
-
-pass1 is that of the policy's own memory. search_pass1 is that with the real search, which no update has seen: from
-simulation to reality (sim2real).
+asked at all and 0.5 where it did not. Information is masked from the loss, although the policy wrote it. pass1 is that
+of the policy's own memory, search_pass1 that with the real search, which no update has seen (sim2real).
 
 Departures:
 1. The released form counts blocks of thinking: half a point for each of two, less where they are not one more than
@@ -60,9 +57,9 @@ def information_mask(tokenizer, fmt, rollouts: Rollouts) -> torch.Tensor:
 
 def play(t: Play):
     solutions = t.solve("solutions", t.problems())
-    outcomes, fmt = t.check(solutions), t.task.fmt
+    outcomes = solutions.columns["outcome"] = t.check(solutions)
+    fmt = t.task.fmt
     forms = [form_reward(fmt, *row) for row in zip(solutions.texts, solutions.stopped.tolist(), strict=True)]
-    solutions.columns = {"outcome": outcomes}
     solutions = replace(solutions, forced=information_mask(t.tokenizer, fmt, solutions))
     log_queries(t, solutions, [text.count(fmt.query_close) for text in solutions.texts])
     t.log("generator", t.mean({"rewards/format/mean": forms}))

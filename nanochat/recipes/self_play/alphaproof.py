@@ -5,15 +5,15 @@ expert iteration of Polu et al. 2022. All that is claimed here is what a verifie
 
 The reward is the task's check: of task rewrite, a kernel. As in AlphaProof the model learns the found proofs by
 cross-entropy, drawn from a window of the last ones, and failed attempts teach nothing (Methods, "Main RL"). The window
-has one proof of each theorem, the shortest. The loss is its own: --advantage, --loss, --aggregation, --kl-coef and
---entropy-coef have no say. They have with --learner grpo, which learns from failures too. --reward claim, a control,
-pays whatever states what was to be proved.
+has one proof of each theorem, the shortest. --advantage, --loss, --aggregation, --kl-coef and --entropy-coef have a say
+with --learner grpo alone, which learns from failures too. --reward claim, a control, pays whatever states what was to
+be proved.
 
 Test-time RL (Methods, "Scaling with TTRL") trains a specialist on targets and their variants. The targets are theorems
 of --targets-of that the start proves neither greedily nor in --num-samples attempts. With --curriculum variants a place
 of a batch has a target with chance --target-share, else a variant of one. A target that is proved is left alone, and so
-are its variants. With --target-share 0 no target is trained on, but other held-out theorems may be among the variants:
-gen/targets/* is what counts. --curriculum rl is the control: the same targets and ordinary training.
+are its variants. --curriculum rl is the control: the same targets and ordinary training. Other held-out theorems may be
+among the variants: gen/targets/* is what counts.
 
 Departures:
 1. No tree search, no value, no tactics: a proof is written as a whole, and --num-samples are tried.
@@ -21,10 +21,8 @@ Departures:
 3. Nothing is disproved, as all theorems here are true. In the paper's pseudocode every second attempt is to disprove.
 4. Theorems of the curriculum are drawn evenly. The paper's matchmaker prefers those that are proved now and then.
 5. Batches are of found proofs alone; the paper mixes in 10% of its SFT proofs. Ours are wrong in part.
-6. The model goes on from where it is, as in AlphaProof. Polu et al. fine-tune the start anew in each iteration, for an
-   epoch on all proofs so far.
-7. Variants are made by the task's programs, with up to 3 changes one on top of the other. In the paper a language model
-   writes most of them, in up to 15 rounds.
+6. The model goes on from where it is, as in AlphaProof. Polu et al. fine-tune the start anew in each iteration.
+7. Variants are made by the task's programs, with up to 3 changes. In the paper a language model writes most of them.
 """
 import random
 from dataclasses import replace
@@ -64,11 +62,9 @@ def add_args(group) -> None:
     group.add_argument("--reward", default="kernel", choices=list(REWARDS))
     group.add_argument("--window", type=at_least(1), default=1024,
                        help="theorems whose proofs are kept: the last ones that got a proof, or a shorter one")
-    group.add_argument("--num-proofs", type=at_least(1), default=64,
-                       help="proofs that an update of expert iteration draws")
+    group.add_argument("--num-proofs", type=at_least(1), default=64, help="that an update of expert iteration draws")
     group.add_argument("--curriculum", default="rl", choices=list(CURRICULA), help="what is trained on")
-    group.add_argument("--targets-of", default="", choices=["", *SPLITS],
-                       help="split whose unproved theorems are the targets")
+    group.add_argument("--targets-of", default="", choices=["", *SPLITS], help="split of the targets")
     group.add_argument("--num-targets", type=at_least(1), default=20, help="targets at most")
     group.add_argument("--target-share", type=SHARE, default=0.1,
                        help="how often --curriculum variants has a target itself; 0 = it is never trained on")
@@ -89,12 +85,6 @@ def draws(args) -> dict[str, Draw]:
     attempts = {"solutions": Draw("generator", P, G, limit, trained=args.learner == "grpo", split=split)}
     found = {"proofs": Draw("generator", args.num_proofs, 1, limit, trained=True, teacher_forced=True, split=split)}
     return attempts if args.learner == "grpo" else attempts | found
-
-
-def claims(t: Play, attempts: Rollouts) -> list[bool]:
-    """Whether each attempt states what was to be proved, be it proved or not."""
-    answers = answers_of(t.task, attempts.texts)
-    return [answer == problem.answer for answer, problem in zip(answers, attempts.problems(), strict=True)]
 
 
 REWARDS = {"kernel": "outcome", "claim": "claimed"}  # columns of the attempts
@@ -181,7 +171,8 @@ def play(t: Play):
     theorems, copies = CURRICULA[t.args.curriculum](t)
     attempts = t.solve("solutions", theorems, copies=copies)
     attempts.columns["outcome"] = t.check(attempts)
-    attempts.columns["claimed"] = claims(t, attempts)
+    answers = answers_of(t.task, attempts.texts)  # an attempt claims what was to be proved, be it proved or not
+    attempts.columns["claimed"] = [a == problem.answer for a, problem in zip(answers, attempts.problems(), strict=True)]
     rewards = attempts.columns[REWARDS[t.args.reward]]
     log_rewards(t, "generator", attempts, rewards)
     log_proofs(t, attempts)
@@ -202,16 +193,11 @@ def log_proofs(t: Play, attempts: Rollouts) -> None:
         "proof_steps": [num for num, outcome in zip(steps, outcomes, strict=True) if outcome],
         "unscorable": [outcome is None for outcome in outcomes]}))
     if t.args.curriculum == "variants":
-        tried = zip((prompt.problem for prompt in attempts.prompts), proved, strict=True)
-        note_targets(t, t.gather([[p.index, is_proved] if p.split == t.args.targets_of else None
-                                  for p, is_proved in tried]))
-
-
-def note_targets(t: Play, tried: list[list | None]) -> None:
-    """Notes and logs which targets were proved, from [index, whether it was proved] of each that a batch has."""
-    tried = [row for row in tried if row]
-    proved = t.memory["proved"] = sorted({*t.memory["proved"], *(index for index, is_proved in tried if is_proved)})
-    t.log("generator", {"targets/tried": len(tried), "targets/left": len(t.memory["targets"]) - len(proved)})
+        rows = [[prompt.problem.index, is_proved] if prompt.problem.split == t.args.targets_of else None
+                for prompt, is_proved in zip(attempts.prompts, proved, strict=True)]
+        tried = [row for row in t.gather(rows) if row]
+        done = t.memory["proved"] = sorted({*t.memory["proved"], *(index for index, is_proved in tried if is_proved)})
+        t.log("generator", {"targets/tried": len(tried), "targets/left": len(t.memory["targets"]) - len(done)})
 
 
 def evaluate(t: Play) -> dict:

@@ -4,10 +4,8 @@ A constitution is a list of principles, here the task's: rules of a solution tha
 (SL-CAI) the starting model solves a problem, criticises the solution by a principle drawn at random, and revises it,
 --revisions times in a row. The generator learns the revisions after the problem alone. Then (RL-CAI) the starting
 model is asked which of two solutions is better. The probabilities of its answer are the reward of RL. No gold answer
-and no rule has a say: how many solutions break a principle is counted for the log, and pass@1 beside it.
-
-The paper has 16 principles, 4 revisions of each response, and for labels after a chain of thought probabilities from
-40 to 60%. The start is a checkpoint of both roles that can revise (chat_sft --role both --demo-shares revise:0.3).
+and no rule has a say: broken principles and pass@1 are for the log. The start is a checkpoint of both roles that can
+revise (chat_sft --role both --demo-shares revise:0.3). The paper has 16 principles and 4 revisions of each response.
 
 Departures:
 1. A critique is a verification, of which the first step counts that is blamed for the drawn principle. The model has
@@ -17,7 +15,7 @@ Departures:
 3. A solution's reward is the mean preference for it over the others of its group, normalised as --advantage says. The
    paper trains a preference model on these labels, with people's for helpfulness among them, and runs PPO on it.
 4. The generator of SL-CAI goes on from the starting model. In the paper it is a pretrained model, and learns samples of
-   the helpful model too. No other revisions are learned than those that are ended, of a critique that can be read.
+   the helpful model too. Only revisions are learned that are ended, of a critique that can be read.
 5. The KL of stage RL, with --kl-coef, is to the weights before SL-CAI.
 """
 import random
@@ -52,8 +50,7 @@ MOST_SURE = 0.6  # the highest preference for a solution over another, and 1 les
 def add_args(group) -> None:
     group.set_defaults(kl_coef=0.0)
     group.add_argument("--sl-steps", type=at_least(0), default=50, help="updates on revisions, out of --num-steps")
-    group.add_argument("--revisions", type=at_least(1, int, 1000), default=2,
-                       help="of a solution, each of the one before")
+    group.add_argument("--revisions", type=at_least(1, int, 1000), default=2, help="in a row, of a solution")
     group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
 
 
@@ -104,8 +101,7 @@ def preference_rewards(chances: list[float | None], num_samples: int, most: floa
     for n, chance in enumerate(chances):
         first = n - n % num_samples
         others = [chances[m] for m in range(first, first + num_samples) if m != n and chances[m] is not None]
-        over = [] if chance is None else [preference(chance, other, most) for other in others]
-        rewards.append(share_of(over))
+        rewards.append(share_of([preference(chance, other, most) for other in others if chance is not None]))
     return rewards
 
 
@@ -164,7 +160,8 @@ def drawn_principle(t: Play, problem: Problem, number: int) -> str:
 def learn_preferences(t: Play):
     """RL-CAI: a group of solutions of each problem, rewarded by the starting model's preferences among them."""
     solutions = t.solve("solutions", t.problems())
-    chances = feedback(t, solutions)
+    # that of the final verdict, after the analysis; None where it cannot be read
+    chances = [row[-1] for row in written_chances(t, "start", t.verify("feedback", solutions))]
     rewards = preference_rewards(chances, t.args.num_samples, MOST_SURE)
     outcomes, found = t.check(solutions), violations_of(t, solutions)
     solutions.columns = {"outcome": outcomes, "chance": chances, "violations": found}
@@ -176,15 +173,7 @@ def learn_preferences(t: Play):
         "rewards/outcome/mean": outcomes, "feedback/unread": [chance is None for chance in chances],
         "feedback/right": [c for c, o in zip(chances, outcomes, strict=True) if o is True],
         "feedback/wrong": [c for c, o in zip(chances, outcomes, strict=True) if o is False]}))
-    advantages = t.advantages(solutions, rewards)
-    yield Update("generator", [(solutions, advantages)])
-
-
-def feedback(t: Play, solutions: Rollouts) -> list[float | None]:
-    """The chance that each solution is right, by the starting model: that of its final verdict, after its analysis;
-    None where that cannot be read."""
-    rollouts = t.verify("feedback", solutions)
-    return [row[-1] for row in written_chances(t, "start", rollouts)]
+    yield Update("generator", [(solutions, t.advantages(solutions, rewards))])
 
 
 def violations_of(t: Play, rollouts: Rollouts) -> list[list[str]]:

@@ -7,11 +7,8 @@ label, and all on one side of a vote are a group, whichever solutions they are o
 is kept if most verdicts on its own side are for it; else all rollouts of its problem are left out. A solution earns 1
 for a readable answer and 1 for the label's. Second attempts after verdicts against a solution can be trained too.
 
-Three kinds of labels are kept unverified, as in the released code: all votes agree, there is one vote for the label,
-or there is none that can be read. The first and the last teach nothing.
-
-The released script has 64 problems of 32 votes, 16 of them trained on, 8 verifications a side and 6 refinements. It has
-a rate of 5e-7 and clips at 0.2 and 0.28.
+As in the released code labels are kept unverified where all votes agree, one vote is for the label, or none can be
+read. The released script has 32 votes, 16 of them trained on, 8 verifications a side and 6 refinements.
 
 Departures:
 1. --refinements is 0: a tiny model has to be shown their form first (chat_sft --demo-shares refine:0.2). Their prompt

@@ -3,16 +3,13 @@
 A problem has two answers, the gold one and a wrong one. For either the debater samples G arguments, derivations that
 come to it (branching samples of one position, 2 in the paper). The judge reads both sides and chooses; an argument's
 reward is its confidence in the argument's answer. The best and the worst argument of a position are a pair, unless they
-are a draw. It is learned by DPO with a soft target P = sigma(gamma (r_w - r_l)) and a small SFT loss on the better one.
-With --protocol consultancy one consultant argues at a time, and for the other answer nothing is said. gamma is 7 in
-debate and 10 in consultancy, beta 0.5, the weight of the SFT loss 0.005.
+are a draw. It is learned by DPO with a soft target P = sigma(gamma (r_w - r_l)) and a small SFT loss on the better one:
+--advantage, --loss, --aggregation, --kl-coef and --entropy-coef have no say. With --protocol consultancy one consultant
+argues at a time, and for the other answer nothing is said.
 
-What is measured (rl/debates.py): is the judge right more often as the debater wins more? judge_accuracy is of debates
-between two copies, but in a step under --protocol consultancy of one consultant. Single and ensembled accuracy are of
-consultants. The skill is how often a debater wins against the start, or a consultant at all.
-dev/experiments/debate_slope.py fits the slope over seeds.
-
-The debater's loss is that of the pairs: --advantage, --loss, --aggregation, --kl-coef and --entropy-coef have no say.
+What is measured (_debates.py): is the judge right more often as the debater wins more? judge_accuracy is of debates
+between two copies, but in a step under --protocol consultancy of one consultant. The skill is how often a debater wins
+against the start, or a consultant at all. dev/experiments/debate_slope.py fits the slope over seeds.
 
 Departures:
 1. One turn, so nothing is refuted. The paper has two, and finds its judge as accurate after one. With one turn its
@@ -26,7 +23,7 @@ Departures:
    is the best distractor of a multiple-choice question.
 6. Pairs are of the present model in each step, and the reference is the start. The paper samples twice in all.
 7. Log-ratios are sums, as in the paper's text. The released code has means over tokens, and weighs DPO by 1 - 0.005.
-8. AdamW at a constant --lr. The paper has 1e-5, most of the released settings 1e-4 (written 10e-5), with LoRA.
+8. AdamW at a constant --lr. The paper has 1e-5 with LoRA.
 """
 import math
 from collections.abc import Callable
@@ -73,10 +70,8 @@ def add_args(group) -> None:
                        help="factor on the rewards in the target P; 0 = 7 in debate, 10 in consultancy")
     group.add_argument("--sft-coef", type=at_least(0, float), default=0.005,
                        help="weight of the SFT loss on the better argument")
-    group.add_argument("--num-distractors", type=at_least(1), default=4,
-                       help="solutions that a wrong answer is taken from")
-    group.add_argument("--verifications", type=at_least(1), default=1,
-                       help="of a debate in either order; a single one is greedy")
+    group.add_argument("--num-distractors", type=at_least(1), default=4, help="solutions that may give a wrong answer")
+    group.add_argument("--verifications", type=at_least(1), default=1, help="of a debate in either order; 1 is greedy")
     group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=192)
 
 

@@ -1,13 +1,12 @@
 """MedVLSynther (Huang et al. 2025), its text-only core: RL on problems that a verifier has passed. arXiv 2510.25867.
 
 A proposer writes problems and answers them, a verifier scores each by a rubric, and problems with all essentials and a
-score of at least 0.90 are learned by GRPO. Proposer and verifier are the starting models and stay as they are; the
-generator learns. --min-score 0 is the control without a verifier.
+score of at least 0.90 are learned by GRPO. Proposer and verifier are the starting models and stay as they are.
+--min-score 0 is the control without a verifier.
 
 The essentials are that the text is a problem (the task reads it) and that its answer can be read. The score is read
-from a verification of the solution that the answer comes from. The answer of the proposer, its key, is what solutions
-are rewarded by, as in the paper: where it is wrong and passes, the generator learns it. Gold answers are for the log
-alone (key_right).
+from a verification of the solution that the answer comes from. The proposer's answer, the key, is what solutions are
+rewarded by, as in the paper: where it is wrong and passes, the generator learns it. Gold answers are for the log alone.
 
 Departures:
 1. No images, and no options to choose from: nothing is said here about multimodal data.
@@ -15,8 +14,7 @@ Departures:
    its text; here it is shown a reference problem.
 3. Their rubric has 7 essentials, 4 to 8 bonus items and penalties. Here a verdict that is not right costs all points,
    and each step is one.
-4. Problems are made anew in every step; theirs are a data set (13,087 problems) that is made once. A step learns from
-   those that pass, which may be few or none.
+4. Problems are made anew in every step, of which few or none may pass; theirs are made once (13,087 problems).
 """
 from dataclasses import replace
 

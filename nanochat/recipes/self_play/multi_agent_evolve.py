@@ -16,8 +16,7 @@ Departures:
    wrong steps, of which there is at least one. The authors ask for a number.
 2. The quality of a problem is the highest score of its n solutions. The authors ask the judge about the problem itself,
    which no demonstration teaches here.
-3. Whether a text is a problem is read by the task, so its format is 1 or it earns 0. A text of a test split is refused
-   and earns nothing either way.
+3. The task reads whether a text is a problem, so its format is 1 or it earns 0. A text of a test split earns nothing.
 4. G proposals after each reference, and G solutions of each problem. Theirs has one, half of the proposals without a
    reference.
 5. The pool starts empty. Reference problems stand in for what it lacks.
@@ -60,12 +59,9 @@ def add_args(group) -> None:
     group.add_argument("--proposer-reward", default="judge", choices=["judge", *BY_ACCURACY],
                        help="judge: (quality + difficulty + format) / 3; the others: by the share of right solutions")
     group.add_argument("--judge-reward", default="format", choices=list(JUDGE_REWARDS))
-    group.add_argument("--num-attempts", type=at_least(1), default=3,
-                       help="n: solutions by which a proposal is rewarded")
-    group.add_argument("--pool-size", type=at_least(1), default=1024,
-                       help="proposed problems that are kept, the last ones")
-    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=96,
-                       help="of a judge's verification")
+    group.add_argument("--num-attempts", type=at_least(1), default=3, help="n: solutions that reward a proposal")
+    group.add_argument("--pool-size", type=at_least(1), default=1024, help="proposed problems that are kept")
+    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=96, help="of a judge's verification")
 
 
 def check(args, task) -> None:

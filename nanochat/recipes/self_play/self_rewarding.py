@@ -2,20 +2,19 @@
 
 An iteration begins with a snapshot of the generator, M_t. M_t writes --num-samples solutions of each problem and judges
 each of them --verifications times. A solution has the mean of its points. The one with the most and the one with the
-fewest are a pair of DPO with M_t as reference, and so the generator becomes M_t+1. Where all have the same points there
-is no pair. The paper has 4 solutions, 3 judgments of each, beta 0.1 and two such iterations after the SFT: M1, M2 and
-M3.
+fewest are a pair of DPO with M_t as reference, unless all have the same points, and so the generator becomes M_t+1. The
+paper has two such iterations after the SFT: M1, M2 and M3. The loss is dpo's: --advantage, --loss, --aggregation,
+--kl-coef and --entropy-coef have no say.
 
 No gold answer is used, but for the log: how often a pair is the right way round, and whether the judge drifts with the
 generator. Both are the same weights, and a pair moves the judge although no verification is learned. The start is a
-checkpoint of both roles (chat_sft --role both). The loss is dpo's: --advantage, --loss, --aggregation, --kl-coef and
---entropy-coef have no say.
+checkpoint of both roles (chat_sft --role both).
 
 Departures:
 1. The judge writes a verification as its SFT has taught it, not a score from 0 to 5. --points says what that is worth.
 2. The problems are the task's. In the paper a fixed model makes new ones from examples.
 3. Each update has fresh solutions and judgments of M_t. The paper makes one set of pairs per iteration.
-4. Solutions are sampled at temperature 1, and judgments too, as all else here. The paper has 0.7 and top-p 0.9.
+4. Solutions and judgments are sampled at temperature 1, as all else here. The paper has 0.7 and top-p 0.9.
 5. A judgment that cannot be read is left out of the mean. A solution without any is in no pair.
 6. AdamW at a constant --lr, not 1e-6 decaying to 1e-7: the models here are tiny.
 """
@@ -45,11 +44,6 @@ TABLE = {
 
 # What a judgment is worth; None where it cannot be told. A chance is a mean over the verifications that could be read
 
-def verdict_points(judgment: Judgment) -> float | None:
-    """1 for a final verdict that the solution is right."""
-    return judgment.final
-
-
 def additive_points(judgment: Judgment) -> float | None:
     """From 0 to 5, as in the paper: up to 4 for the share of the steps that are right, and 1 for the final verdict."""
     if judgment.steps is None or judgment.final is None:
@@ -58,16 +52,14 @@ def additive_points(judgment: Judgment) -> float | None:
     return round(points, 9)  # a sum of thirds depends on their order, and equal points are no pair
 
 
-POINTS = {"additive": additive_points, "verdict": verdict_points}
+POINTS = {"additive": additive_points, "verdict": lambda judgment: judgment.final}
 
 
 def add_args(group) -> None:
     add_pair_args(group)
     group.set_defaults(kl_coef=0.0, advantage="reinforce", num_samples=4)  # no reference is kept, no group is compared
-    group.add_argument("--iteration-steps", type=at_least(1), default=50,
-                       help="updates of an iteration, against one snapshot")
-    group.add_argument("--verifications", type=at_least(1), default=3,
-                       help="judgments of a solution, whose points are a mean")
+    group.add_argument("--iteration-steps", type=at_least(1), default=50, help="updates against one snapshot")
+    group.add_argument("--verifications", type=at_least(1), default=3, help="judgments of a solution")
     group.add_argument("--points", default="additive", choices=list(POINTS), help="of a judgment")
     group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
 

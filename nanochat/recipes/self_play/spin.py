@@ -3,10 +3,10 @@
 An iteration begins with a snapshot of the generator, the opponent. For each problem of the SFT split and its
 demonstration y the opponent writes y', and the generator takes a step on -log sigma(u) with
 u = beta * [(log pi(y) - log opp(y)) - (log pi(y') - log opp(y'))] (eq. 4.7, where beta is lambda): DPO's loss with the
-demonstration chosen and the opponent as reference. Where an iteration begins u is 0 and the loss log 2. No reward and
-no gold answer is used; the game ends where the opponent writes as the demonstrations do. So SPIN learns what they show,
-right or wrong: those of the chain task carry misconceptions, unless --chain-wrongness 0 is given. The loss is the
-recipe's own: --advantage, --loss, --aggregation, --kl-coef and --entropy-coef have no say.
+demonstration chosen and the opponent as reference. No reward and no gold answer is used; the game ends where the
+opponent writes as the demonstrations do. So SPIN learns what they show, right or wrong: those of the chain task carry
+misconceptions, unless --chain-wrongness 0 is given. --advantage, --loss, --aggregation, --kl-coef and --entropy-coef
+have no say.
 
 Departures:
 1. Fresh demonstrations and samples for every step of an iteration. The paper makes one set of pairs per iteration, goes
@@ -35,8 +35,7 @@ SHOWN = {"generator": ["pair_loss", "pair_accuracy", "margin", "frac_equal"]}
 def add_args(group) -> None:
     add_pair_args(group)
     group.set_defaults(kl_coef=0.0, advantage="reinforce")  # no reference is kept, no group is compared
-    group.add_argument("--iteration-steps", type=at_least(1), default=50,
-                       help="updates of an iteration, against one opponent")
+    group.add_argument("--iteration-steps", type=at_least(1), default=50, help="updates against one opponent")
 
 
 def check(args, task) -> None:

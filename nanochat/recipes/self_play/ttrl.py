@@ -1,24 +1,23 @@
 """TTRL (Zuo et al. 2025): GRPO without gold answers, rewarded for agreeing with the majority vote. arXiv 2504.16084.
 
 Of each problem --num-votes solutions are sampled. Their most frequent answer is its pseudo label, and a solution with
-that answer earns 1, any other 0 (section 2.2). Of the votes --num-samples are trained on, the first ones as in the
-released code: 32 of 64 in the paper. A solution without a readable answer has no vote and earns 0, but counts in the
-majority ratio; a tie goes to the answer that came first. Both are as in the released code (ttrl_utils.py).
+that answer earns 1, any other 0 (section 2.2). Of the votes the first --num-samples are trained on: 32 of 64 in the
+paper. A solution without a readable answer has no vote and earns 0, but counts in the majority ratio; a tie goes to the
+answer that came first. This is as in the released code (ttrl_utils.py).
 
 No gold answer enters an update: where a wrong answer has the majority, it is rewarded. Gold answers are for the log
-alone, over all votes (the paper's appendix E): label_accuracy (the pseudo label is right: maj@n), reward_accuracy (the
-share of rewards that the gold answer would give too) and ground_truth_ratio (the share of right votes). majority_ratio,
-the share of votes that agree with the label, needs none.
+alone, over all votes (the paper's appendix E): label_accuracy (maj@n), reward_accuracy (the share of rewards that the
+gold answer would give too) and ground_truth_ratio (the share of right votes). majority_ratio, the share of votes that
+agree with the label, needs none.
 
 Departures:
 1. The problems are those of the rl split, and pass@1 is that of held-out ones. The paper trains on the unlabelled
    problems of a test set, 10 to 80 times over, and reports these.
-2. Two answers agree where the task reads the same text. The released code compares simplified texts and rewards what
-   its grader takes for equal to the label. Here 1/2 and 0.5 are two votes, and only one of them can earn anything.
+2. Two answers agree where the task reads the same text: 1/2 and 0.5 are two votes. The released code compares
+   simplified texts and rewards what its grader takes for equal to the label.
 3. One optimizer step per batch; the released script takes one for each of its 8 problems. It averages over tokens
    (--aggregation token).
-4. A constant --lr, not a cosine from 5e-7, and temperature 1, which the paper has for Qwen2.5-Math and reasoning models
-   (else 0.6): the models here are tiny.
+4. A constant --lr, not a cosine from 5e-7, and temperature 1, which the paper has for some models (else 0.6).
 """
 from nanochat.cli import at_least
 from nanochat.common import BadInput
@@ -90,9 +89,8 @@ def play(t: Play):
     votes, _ = cast_votes(t)
     solutions = votes.select([n for n in range(len(votes)) if n % N < M])         # vote, then sample
     rewards = solutions.columns["majority_reward"]
-    advantages = t.advantages(solutions, rewards)
     log_rewards(t, "generator", solutions, rewards)
-    yield Update("generator", [(solutions, advantages)])
+    yield Update("generator", [(solutions, t.advantages(solutions, rewards))])
 
 
 def outcomes_of_labels(columns: dict[str, list], labels: list[str | None]) -> list[bool | None]:

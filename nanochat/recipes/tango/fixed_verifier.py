@@ -1,23 +1,23 @@
 """Fixed verifier: RL Tango's generator with a verifier as SFT left it. arXiv 2505.15034, section 4.3.
 
-The generator is rewarded as in recipe tango. The verifier judges and does not learn. Beside recipe tango this shows
-what training it adds. With --judge the verifier may be of any kind, such as what recipe orm or prm has trained
+The generator is rewarded as in recipe tango, by a verifier that does not learn: beside recipe tango this shows what
+training it adds. With --judge the verifier may be of any kind, such as what recipe orm or prm has trained
 (--verifier-source rl): the chance that a step is right takes the place of the verdict on it, and that of the whole
 where the judge says nothing of steps. Judges of several solutions (pair, graded, solve_pair, scores) are verifiers that
 learned this form by SFT (chat_sft --verifier-form), and perhaps by RL in recipe rm_r1, think_rm or spct; give them the
 --verifier-max-new-tokens of these. Each solution of a group is judged beside its neighbours, in a ring, and its chance
-is its share of duels won, or of the highest score. Recipe tango trains verifiers of single solutions alone.
+is its share of duels won, or of the highest score.
 
 Departures: 3 and 5 of recipe tango.
 """
 from nanochat.cli import at_least
 from nanochat.common import BadInput
-from nanochat.recipes.policy import grpo
 from nanochat.recipes.tango import tango
 from nanochat.recipes.tango._judged import asked, written
 from nanochat.recipes.tango.tango import TABLE  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1, scores_of_pair
+from nanochat.rl.play.play import solution_draws
 from nanochat.rl.verify.judge_evals import add_judged_args, scores_as_judge
 from nanochat.rl.verify.judges import JUDGES, OF_THE_WHOLE, add_together_args, check_together_args, judge_draws
 
@@ -49,7 +49,7 @@ def check(args, task):
 
 
 def draws(args):
-    return grpo.draws(args) | judge_draws(args, args.judge, args.examples_per_step, args.num_samples)
+    return solution_draws(args) | judge_draws(args, args.judge, args.examples_per_step, args.num_samples)
 
 
 def play(t):

@@ -5,12 +5,16 @@ The generator is rewarded as in recipe tango, but for labels that are always rig
 Departures: 3 of recipe tango, and --combine of 5.
 """
 from nanochat.common import BadInput
-from nanochat.recipes.policy.grpo import ROLES, draws, evaluate  # noqa: F401
 from nanochat.recipes.tango import tango
 from nanochat.recipes.tango._judged import gold
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import pass_at_1
+from nanochat.rl.play.play import solution_draws
 
 STATUS = "works: the upper bound of the others"
+ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["alpha"]}
+draws, evaluate = solution_draws, pass_at_1
 
 
 def add_args(group):

@@ -1,10 +1,10 @@
 """Refit (ours): a policy, and a verifier that is fitted again on its samples every k steps. After arXiv 2110.14168.
 
 The middle between a frozen verifier and one that RL trains. The verifier gives the chance that a solution is right, as
-the log-odds of the verdict token: after each step, at the end or at every token (--judge). It learns the outcomes of
-the policy's own solutions by cross-entropy, at each of these places (Cobbe et al. 2021). Every --refit-every steps it
-makes one update on each batch since the last time, so that any k makes as many; 0 leaves it frozen. The policy is
-rewarded as in recipe tango: its outcomes, and with weight alpha the chances, of steps by eq. 3.
+the log-odds of the verdict token. It learns the outcomes of the policy's own solutions by cross-entropy, at each place
+where it is asked (Cobbe et al. 2021). Every --refit-every steps it makes one update on each batch since the last time,
+so that any k makes as many. The policy is rewarded as in recipe tango: its outcomes, and with weight alpha the chances,
+of steps by eq. 3.
 
 Departures:
 1. Cobbe et al. train the verifier once, on samples of one generator. The rewards, alpha and its decay are RL Tango's
@@ -19,7 +19,7 @@ from nanochat.recipes.tango._pool import completions_of, scored_solutions
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
-from nanochat.rl.play.play import Draw, Play
+from nanochat.rl.play.play import Draw, Play, solution_draws
 from nanochat.rl.records.prompts import solve_prompt
 from nanochat.rl.verify.judge_evals import add_judged_args, scores_as_judge
 from nanochat.rl.verify.judges import OF_THE_WHOLE, judge_draws
@@ -53,14 +53,12 @@ def updates(args) -> dict[str, int]:
 
 def draws(args) -> dict[str, Draw]:
     size = (args.examples_per_step, args.num_samples)
-    return {"solutions": Draw("generator", *size, args.max_new_tokens, trained=True),
-            **judge_draws(args, args.judge, *size),
-            "refitted": Draw("verifier", *size, args.max_new_tokens + 1, updates(args)["verifier"], trained=True,
-                             teacher_forced=True, scored=2)}
+    refitted = Draw("verifier", *size, args.max_new_tokens + 1, updates(args)["verifier"], trained=True,
+                    teacher_forced=True, scored=2)
+    return solution_draws(args) | judge_draws(args, args.judge, *size) | {"refitted": refitted}
 
 
 def play(t: Play):
-    """Solutions, their judgments, an update of the policy, and where it is due the verifier's refit."""
     policy, = tango.generator_step(t, asked, "verdict" if t.args.judge in OF_THE_WHOLE else "steps")
     solutions, _ = policy.parts[0]
     samples = scored_solutions(t, solutions, solutions.columns["outcome"])

@@ -5,10 +5,7 @@ right as wrong ones; a verification earns 1 for the right verdict. The paper's c
 solving, and that learning to solve does not help verifying. Runs from one checkpoint (chat_sft --role both) show it, as
 both scores are in every evaluation: in turns (--generator-steps 5 --verifier-steps 1, the default and that of the
 released script), generation alone (--verifier-steps 0), verification alone (--num-steps N --warmup-steps N) and
-verification first (--warmup-steps W --verifier-steps 0).
-
-There is one model, so --num-steps counts the steps of both kinds. The released script has 128 problems of 8 samples, 8
-verifications of a solution, a rate of 1e-6 and no KL.
+verification first (--warmup-steps W --verifier-steps 0). There is one model, so --num-steps counts both kinds of steps.
 
 Departures:
 1. A verifier step does not come on top of a generator step: it takes the place of one.
@@ -16,16 +13,16 @@ Departures:
 3. A verifier step samples one solution of each problem, and takes past ones where right or wrong ones are missing. The
    code takes one right and one wrong one of each group of the generator steps before, then others, but none of a group
    without a right one.
-4. A step of each kind is one optimizer step; the script has four. The KL is that of all recipes.
+4. A step of each kind is one optimizer step; the script has four, and no KL.
 """
 from nanochat.common import BadInput
-from nanochat.recipes.policy import grpo
 from nanochat.recipes.tango import tango
 from nanochat.recipes.tango._phases import add_schedule_args, begin_phase
 from nanochat.recipes.tango._pool import keep
 from nanochat.recipes.tango.tango import TABLE, evaluate  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.play.play import Draw, Play
+from nanochat.rl.measure.observe import observe
+from nanochat.rl.play.play import Draw, Play, Update, solution_draws
 
 STATUS = "works: verifying lifts solving on three seeds, and not the reverse; turns are not shown to pay"
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--model-tag", shares="generator")}
@@ -50,7 +47,7 @@ def updates(args) -> dict[str, int]:
 
 
 def draws(args) -> dict[str, Draw]:
-    return grpo.draws(args) | tango.verifier_draws(args)
+    return solution_draws(args) | tango.verifier_draws(args)
 
 
 def play(t: Play):
@@ -60,6 +57,9 @@ def play(t: Play):
 
 
 def solve(t: Play):
-    for update in grpo.play(t):
-        keep(t, update.parts[0][0])
-        yield update
+    solutions = t.solve("solutions", t.problems())
+    rewards = t.rewards(solutions)
+    advantages = t.advantages(solutions, rewards)
+    observe(t, "generator", solutions, rewards, advantages)
+    keep(t, solutions)
+    yield Update("generator", [(solutions, advantages)])

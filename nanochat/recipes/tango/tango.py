@@ -80,8 +80,7 @@ def add_step_args(group) -> None:
 
 def add_verifier_args(group) -> None:
     group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
-    group.add_argument("--gamma", type=at_least(0, float), default=0.8,
-                       help="weight of the verifier's format reward (eq. 8)")
+    group.add_argument("--gamma", type=at_least(0, float), default=0.8, help="of the verifier's format reward (eq. 8)")
     group.add_argument("--class-weights", action=argparse.BooleanOptionalAction, default=True,
                        help="class-aware verifier advantages (eq. 9)")
     group.add_argument("--verifier-balance", action=argparse.BooleanOptionalAction, default=False,

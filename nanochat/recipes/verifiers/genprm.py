@@ -3,8 +3,7 @@
 It analyses each step before its verdict. It writes --num-samples verifications of each labelled solution. Those whose
 verdicts on all steps, and on the whole, agree with the labels are kept, and it is trained on them as SFT. A chance is
 p(T) / (p(T) + p(F)) at the place of a verdict in a sampled text, the mean over --verifications texts. The labels come
-from a file (--labels); in the paper they are relative progress estimates of a step's continuations. With outcomes alone
-in mind this is GenRM-CoT.
+from a file (--labels). With outcomes alone in mind this is GenRM-CoT.
 
 Departures:
 1. The verifier itself writes what it learns from, anew in each step. In the paper a larger model writes it, once.
@@ -40,8 +39,7 @@ def add_args(group) -> None:
     add_label_args(group)
     add_judged_args(group)
     group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
-    group.add_argument("--label-bar", type=above(0, 1), default=0.5,
-                       help="a step whose label is at least this is right")
+    group.add_argument("--label-bar", type=above(0, 1), default=0.5, help="least label of a step that is right")
 
 
 def draws(args) -> dict[str, Draw]:

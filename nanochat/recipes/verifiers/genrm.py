@@ -1,9 +1,9 @@
 """GenRM (Zhang et al. 2024): verification as next-token prediction, by an LM that may solve as well. arXiv 2408.15240.
 
 The verifier reads a problem and a solution in its prompt and answers with a verdict at once; it is trained on the
-verdict's token alone, as SFT. A solution's chance is p(T) / (p(T) + p(F)). --solution-coef adds SFT on right solutions
-after the generator's prompt (the paper's lambda). The labelled solutions come from a file (--labels); their step
-labels are not used. GenRM-CoT is recipe genprm, or any verifier of chat_sft read by the judge "analysed".
+verdict's token alone, as SFT. A solution's chance is p(T) / (p(T) + p(F)). The labelled solutions come from a file
+(--labels); their step labels are not used. GenRM-CoT is recipe genprm, or any verifier of chat_sft read by the judge
+"analysed".
 
 Departures:
 1. The paper's score is p("Yes"); here it is divided by the mass of both verdicts.

@@ -3,8 +3,8 @@
 What a reasoning step is worth is its information gain: how much it adds to the log-probability of the gold answer Y,
 log p(Y | X_j) - log p(Y | X_{j-1}), where X_j is the problem with the first j steps, and p is the supervisor's. It is
 fitted by SFT on Y after beginnings of labelled solutions (--labels), right and wrong ones. Their outcomes and labels
-are not used. Of each solution --prefixes beginnings are drawn in a step, with none of its steps up to all of them. The
-trained checkpoint labels steps: label_steps --method information_gain --supervisor-tag RUN-sup --supervisor-source rl.
+are not used. The trained checkpoint labels steps: label_steps --method information_gain --supervisor-tag RUN-sup
+--supervisor-source rl.
 
 Departures:
 1. The marks that open an answer are given after the beginning, and the answer and its end are learned and scored. So

@@ -48,6 +48,11 @@ class Draw(NamedTuple):
     remedy: str = LOWER_LIMITS    # what would shorten it where it does not fit
 
 
+def solution_draws(args) -> dict[str, Draw]:
+    """The `draws` of a recipe that learns from a group of solutions of each problem."""
+    return {"solutions": Draw("generator", args.examples_per_step, args.num_samples, args.max_new_tokens, trained=True)}
+
+
 # What draws were called when the published runs were made: their noise is still that of the old name.
 NOISE = {"solutions": "generator", "verifications": "verifier", "reviews": "verifications"}
 
