@@ -235,5 +235,5 @@ def test_a_task_that_lacks_a_part_of_reading_problems_is_refused(name):
     args = parsed("multi_agent_evolve")
     had = {part: getattr(make_task(args), part) for part in ("name", "read_problem", "hint_of", "refusals")}
     task = SimpleNamespace(**{part: value for part, value in had.items() if part != name})
-    with pytest.raises(BadInput, match=f"--task chain: reads no proposed problems .it has no {name}.$"):
+    with pytest.raises(BadInput, match=f"--task chain: has no {name}, which this recipe needs$"):
         mae.check(args, task)

@@ -20,13 +20,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from nanochat.common import BadInput
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec, short_name
 from nanochat.rl.measure.evals import SPLITS, are_right
 from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.measure.scores import share_of
 from nanochat.rl.play.play import Draw, Play, Update
+from nanochat.rl.records.outcomes import check_task
 from nanochat.rl.records.prompts import quoting_prompt
 from nanochat.rl.records.rollouts import Rollouts
 from tasks.common import Problem
@@ -34,15 +34,13 @@ from tasks.common import Problem
 STATUS = "works: the agents find one convention on three seeds, and with a frozen partner they do not"
 ROLES = {"first": RoleSpec("--model-tag"), "second": RoleSpec("--model-tag")}
 SHOWN = {"first": ["half_accuracy", "joint_accuracy", "agree"], "second": ["half_accuracy"]}
-TABLE = {
-    "joint/pass1_in": "joint solutions that are right: greedy, in distribution",
-    "joint/sampled_in": "the same, sampled",
-    "joint/agree_in": "pairs that follow one convention, greedy",
-    "joint/sampled_agree_in": "the same, sampled",
-    "fir/half_in": "halves of the first agent that are right, greedy",
-    "sec/half_in": "of the second one",
-    "joint/pass1_out": "joint solutions that are right: greedy, out of distribution",
-}
+TABLE = {"joint/pass1_in": "joint solutions that are right: greedy, in distribution",
+         "joint/sampled_in": "the same, sampled",
+         "joint/agree_in": "pairs that follow one convention, greedy",
+         "joint/sampled_agree_in": "the same, sampled",
+         "fir/half_in": "halves of the first agent that are right, greedy",
+         "sec/half_in": "of the second one",
+         "joint/pass1_out": "joint solutions that are right: greedy, out of distribution"}
 # Joint actions: of G completions of each agent, which ones are taken together
 JOINT = {"aligned": lambda G: [(g, g) for g in range(G)], "cross": lambda G: list(product(range(G), repeat=2))}
 
@@ -54,9 +52,7 @@ def add_args(group) -> None:
 
 
 def check(args, task) -> None:
-    if missing := [name for name in ("joint", "half_outcomes", "agrees") if not hasattr(task, name)]:
-        raise BadInput(f"--task {task.name}: it says nothing of how parts of two agents make a solution (it has no "
-                       f"{', '.join(missing)}); task halves does")
+    check_task(task, "joint", "half_outcomes", "agrees")
     check_one_update(args)
 
 

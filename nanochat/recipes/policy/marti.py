@@ -37,13 +37,11 @@ from tasks.common import Problem
 STATUS = "runs: below GRPO at equal tokens on three seeds; last answers are no better than first ones"
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["final/accuracy", "final/delta"]}
-TABLE = {
-    "gen/pass1_in": "first answer: greedy pass@1, in distribution",
-    "gen/final_in": "what the team answers at last",
-    "gen/judged_in": "verdicts that are right (graph chain)",
-    "gen/pass1_out": "first answer, out of distribution",
-    "gen/final_out": "what the team answers at last, out of distribution",
-}
+TABLE = {"gen/pass1_in": "first answer: greedy pass@1, in distribution",
+         "gen/final_in": "what the team answers at last",
+         "gen/judged_in": "verdicts that are right (graph chain)",
+         "gen/pass1_out": "first answer, out of distribution",
+         "gen/final_out": "what the team answers at last, out of distribution"}
 
 
 # (what a turn earns, mean of the turns before) -> Delta

@@ -21,7 +21,7 @@ import torch
 from nanochat.cli import SHARE, above, at_least
 from nanochat.common import BadInput
 from nanochat.kernels.losses import PolicyLoss
-from nanochat.rl.credit.advantages import PRESETS, SparseRewards, source_advantages, to_go, whiten
+from nanochat.rl.credit.advantages import SparseRewards, to_go, whiten
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.credit.rewards import keep_groups, outcome_rewards
 from nanochat.rl.learn.roles import RoleSpec
@@ -142,7 +142,6 @@ def advantages_of(t: Play, rollouts: Rollouts, q: torch.Tensor) -> torch.Tensor:
     if t.args.process_norm == "batch":
         rewards = rewards / (largest + EPSILON)                                              # dp_prime.py: prime_norm
     process = to_go(process_rloo(rewards, rollouts.mask, rollouts.group_id))
-    outcome = source_advantages(outcome_rewards(rollouts.columns["outcome"], rollouts.lengths), rollouts.group_id,
-                                rollouts.tokens.shape[1], PRESETS["rloo"])
+    outcome = t.advantages(rollouts, rollouts.columns["outcome"], preset="rloo")
     t.log("generator", {"largest_process_return": largest.item()})
     return whiten(process + outcome, rollouts.mask, t.reduce)                                # core_algos.py

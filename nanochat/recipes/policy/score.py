@@ -28,15 +28,13 @@ from nanochat.rl.records.prompts import refine_prompt
 STATUS = "runs: its second turn corrects nothing here"
 ROLES = {"generator": RoleSpec("--model-tag", reference=True)}
 SHOWN = {"generator": ["stage", "turn2/accuracy", "turn2/delta"]}
-TABLE = {
-    "gen/pass1_in": "first attempt: greedy pass@1, in distribution",
-    "gen/turn2_in": "second attempt",
-    "gen/delta_in": "second less first",
-    "gen/wrong_to_right_in": "wrong at first, then right",
-    "gen/right_to_wrong_in": "right at first, then wrong",
-    "gen/pass1_out": "first attempt, out of distribution",
-    "gen/turn2_out": "second attempt, out of distribution",
-}
+TABLE = {"gen/pass1_in": "first attempt: greedy pass@1, in distribution",
+         "gen/turn2_in": "second attempt",
+         "gen/delta_in": "second less first",
+         "gen/wrong_to_right_in": "wrong at first, then right",
+         "gen/right_to_wrong_in": "right at first, then wrong",
+         "gen/pass1_out": "first attempt, out of distribution",
+         "gen/turn2_out": "second attempt, out of distribution"}
 CREDIT = {"own": lambda own, later: own, "total": lambda own, later: own + later}  # what the first attempt earns
 
 

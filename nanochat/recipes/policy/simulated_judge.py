@@ -17,7 +17,6 @@ import random
 
 from nanochat.cli import SHARE
 from nanochat.recipes.policy.grpo import ROLES, draws, evaluate  # noqa: F401
-from nanochat.rl.credit.advantages import PRESETS, source_advantages
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.measure.observe import log_rewards, log_variances
 from nanochat.rl.measure.voting import auroc
@@ -51,15 +50,12 @@ def group_auc(rewards: list[float | None], outcomes: list[bool | None], num_samp
 
 
 def play(t: Play):
-    G = t.args.num_samples
     solutions = t.solve("solutions", t.problems())
     outcomes = solutions.columns["outcome"] = t.check(solutions)
     rewards = [judged(outcome, t.args.seed, problem.prompt, text, t.args.judge_ties, t.args.judge_flips)
                for outcome, problem, text in zip(outcomes, solutions.problems(), solutions.texts, strict=True)]
     log_rewards(t, "generator", solutions, rewards)
-    source = terminal_rewards(rewards, solutions.lengths)
-    log_variances(t, "generator", solutions, {"judge": source})
-    t.log("generator", t.mean({"judge_auc": group_auc(rewards, outcomes, G), "rewards/outcome/mean": outcomes,
-                               "unscorable": [outcome is None for outcome in outcomes]}))
-    yield Update("generator", [(solutions, source_advantages(source, solutions.group_id, solutions.tokens.shape[1],
-                                                             PRESETS[t.args.advantage], t.reduce))])
+    log_variances(t, "generator", solutions, {"judge": terminal_rewards(rewards, solutions.lengths)})
+    t.log("generator", t.mean({"judge_auc": group_auc(rewards, outcomes, t.args.num_samples),
+                               "rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes]}))
+    yield Update("generator", [(solutions, t.advantages(solutions, rewards))])

@@ -20,8 +20,6 @@ import random
 import torch
 
 from nanochat.cli import at_least
-from nanochat.common import BadInput
-from nanochat.rl.credit.advantages import PRESETS, source_advantages
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
@@ -29,6 +27,7 @@ from nanochat.rl.measure.evals import SPLITS
 from nanochat.rl.measure.observe import log_rewards, log_variances
 from nanochat.rl.measure.scores import share_of
 from nanochat.rl.play.play import Draw, Play, Update
+from nanochat.rl.records.outcomes import check_task
 from nanochat.rl.records.prompts import Prompt, reference_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
 from nanochat.rl.verify.log_odds import (bce_coefficients, end_mask, end_read, ended, learn_verdicts, log_judgments,
@@ -57,9 +56,8 @@ def add_args(group) -> None:
 
 
 def check(args, task) -> None:
-    if args.rm_update == "pairs" and not hasattr(task, "corrupt"):
-        raise BadInput(f"--task {args.task}: has no corrupt(problem, solution, rng), which writes the wrong solutions "
-                       f"of pairs; give --rm-update none or another task")
+    if args.rm_update == "pairs":
+        check_task(task, "corrupt")
     check_one_update(args)
 
 
@@ -107,12 +105,10 @@ def play(t: Play):
     outcomes, s = t.check(solutions), scores(t, solutions)
     accepted = accepted_by_rule(t, solutions.problems(), solutions.texts)
     rewards = [float(r) if r is not None else None for r in POLICY_REWARDS[t.args.policy_reward](s, accepted)]
-    source = terminal_rewards(rewards, solutions.lengths)
-    advantages = source_advantages(source, solutions.group_id, solutions.tokens.shape[1], PRESETS[t.args.advantage],
-                                   t.reduce)
+    advantages = t.advantages(solutions, rewards)
     solutions.columns = {"outcome": outcomes, "accepted": accepted, "chance": torch.sigmoid(s).tolist()}
     log_solutions(t, solutions, rewards)
-    log_variances(t, "generator", solutions, {t.args.policy_reward: source})
+    log_variances(t, "generator", solutions, {t.args.policy_reward: terminal_rewards(rewards, solutions.lengths)})
     yield Update("generator", [(solutions, advantages)])
     if t.args.rm_update == "pairs":
         yield from learn_pairs(t, solutions)
@@ -184,7 +180,6 @@ def log_solutions(t: Play, solutions: Rollouts, rewards: list[float | None]) -> 
 
 
 def evaluate(t: Play) -> dict:
-    """Of greedy solutions: gold pass@1, the share that the rule accepts, and the reward model's mean chance."""
     found = {}
     for split, name in SPLITS.items():
         solutions = t.solve("eval", t.problems(t.args.eval_examples, split), 1, role="generator", greedy=True)

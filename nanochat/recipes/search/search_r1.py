@@ -21,7 +21,7 @@ from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.play import Play, Update, solution_draws
-from nanochat.rl.records.outcomes import answers_of, labels_of
+from nanochat.rl.records.outcomes import answers_of, check_task, labels_of
 from nanochat.rl.records.rollouts import Rollouts
 
 STATUS = "works: ahead of GRPO from memory on three seeds; the mask makes no difference there"
@@ -39,8 +39,7 @@ def add_search_args(group) -> None:
 
 
 def check(args, task, needed: str = "tool") -> None:
-    if not hasattr(task, needed):
-        raise BadInput(f"--task {args.task}: has no search ({needed}), which this recipe needs; lookup has one")
+    check_task(task, needed)
     if args.calculator:
         raise BadInput("--calculator: solutions of this recipe have a search, and one tool at a time")
 

@@ -28,8 +28,9 @@ from nanochat.recipes.search.search_r1 import (ROLES, TABLE, add_search_args, ev
                                                read_queries, search_of)
 from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.play import Draw, Play, Update
-from nanochat.rl.play.proposals import (BY_ACCURACY, Proposals, accuracies, check_reads_problems, drawn, earns,
+from nanochat.rl.play.proposals import (BY_ACCURACY, Proposals, accuracies, check as check_proposals, drawn, earns,
                                         gathered, log_proposals, propose, propose_prompt, spread)
+from nanochat.rl.records.outcomes import check_task
 from tasks.common import Problem
 
 STATUS = "works: the solver gains on three seeds, and without the filter it does not, as in the paper"
@@ -52,9 +53,8 @@ def check(args, task) -> None:
     if args.least_queries > args.most_queries:
         raise BadInput(f"--least-queries {args.least_queries}: more than --most-queries {args.most_queries}, so no "
                        f"question would pass")
-    check_reads_problems(task)
-    if not hasattr(task, "queries_of"):
-        raise BadInput(f"--task {task.name}: cannot tell what a question needs (it has no queries_of)")
+    check_proposals(args, task)
+    check_task(task, "queries_of")
 
 
 def draws(args) -> dict[str, Draw]:

@@ -109,17 +109,15 @@ def debate_scores(rows: list[list[float]]) -> dict[str, float | None]:
             "gen/assigned": share_of(reached), "gen/unread": share_of(unread)}
 
 
-DEBATE_TABLE = {
-    "gen/judge_accuracy_in": "debates in which the judge is for the right answer",
-    "gen/win_rate_against_start_in": "debates won against the start, each side argued once",
-    "gen/single_accuracy_in": "the judge is right about one consultant",
-    "gen/ensembled_accuracy_in": "the judge is right about two consultants, one at a time",
-    "gen/consultant_win_rate_in": "consultants whose answer the judge is for",
-    "gen/assigned_in": "arguments that come to their assigned answer",
-    "gen/unread_in": "verifications without a choice",
-    "gen/judge_accuracy_out": "the judge is right in debates, out of distribution",
-    "gen/win_rate_against_start_out": "won against the start, out of distribution",
-}
+DEBATE_TABLE = {"gen/judge_accuracy_in": "debates in which the judge is for the right answer",
+                "gen/win_rate_against_start_in": "debates won against the start, each side argued once",
+                "gen/single_accuracy_in": "the judge is right about one consultant",
+                "gen/ensembled_accuracy_in": "the judge is right about two consultants, one at a time",
+                "gen/consultant_win_rate_in": "consultants whose answer the judge is for",
+                "gen/assigned_in": "arguments that come to their assigned answer",
+                "gen/unread_in": "verifications without a choice",
+                "gen/judge_accuracy_out": "the judge is right in debates, out of distribution",
+                "gen/win_rate_against_start_out": "won against the start, out of distribution"}
 
 
 def held_out(t: Play, split: str) -> list[list]:

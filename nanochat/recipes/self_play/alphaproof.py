@@ -37,7 +37,7 @@ from nanochat.rl.measure.evals import SPLITS, are_right
 from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.measure.scores import pass_at_k, share_of
 from nanochat.rl.play.play import Draw, Play, Update, warn_once
-from nanochat.rl.records.outcomes import answers_of
+from nanochat.rl.records.outcomes import answers_of, check_task
 from nanochat.rl.records.prompts import count_copies
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.log_odds import learn_likelihood
@@ -46,14 +46,12 @@ from tasks.common import Problem
 STATUS = "works: proofs rise from 38 to 92% on three seeds, and no reward can be had without one"
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["theorems_proved", "claimed_falsely", "proofs_known"]}
-TABLE = {
-    "gen/pass1_in": "proved greedily, in distribution",
-    "gen/pass_k_in": "proved in --num-samples attempts",
-    "gen/pass1_out": "proved greedily, out of distribution",
-    "gen/pass_k_out": "proved in --num-samples attempts, out of distribution",
-    "gen/targets/pass1": "targets proved greedily",
-    "gen/targets/pass_k": "targets proved in --num-samples attempts",
-}
+TABLE = {"gen/pass1_in": "proved greedily, in distribution",
+         "gen/pass_k_in": "proved in --num-samples attempts",
+         "gen/pass1_out": "proved greedily, out of distribution",
+         "gen/pass_k_out": "proved in --num-samples attempts, out of distribution",
+         "gen/targets/pass1": "targets proved greedily",
+         "gen/targets/pass_k": "targets proved in --num-samples attempts"}
 
 
 def add_args(group) -> None:
@@ -73,10 +71,10 @@ def add_args(group) -> None:
 def check(args, task) -> None:
     if args.learner == "expert_iteration":
         check_one_update(args)
-    if args.curriculum == "variants" and not args.targets_of:
-        raise BadInput(f"--curriculum variants: of which theorems? --targets-of is one of: {', '.join(SPLITS)}")
-    if args.curriculum == "variants" and not hasattr(task, "variants"):
-        raise BadInput(f"--curriculum variants: task {task.name} makes none (it has no variants)")
+    if args.curriculum == "variants":
+        check_task(task, "variants")
+        if not args.targets_of:
+            raise BadInput(f"--curriculum variants: of which theorems? --targets-of is one of: {', '.join(SPLITS)}")
 
 
 def draws(args) -> dict[str, Draw]:

@@ -21,13 +21,13 @@ Departures:
 import random
 
 from nanochat.cli import at_least
-from nanochat.common import BadInput
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS, are_right
 from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.measure.scores import share_of
 from nanochat.rl.play.pairs import check as check_pairs
 from nanochat.rl.play.play import Draw, Play, Update
+from nanochat.rl.records.outcomes import check_task
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt, refine_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
 from nanochat.rl.verify.log_odds import learn_likelihood
@@ -37,12 +37,10 @@ from tasks.common import Problem
 STATUS = "works: broken principles fall from 83 to 22% on three seeds, pass@1 rises without an answer"
 ROLES = {"generator": RoleSpec("--model-tag"), "start": RoleSpec("--model-tag", trained=False)}
 SHOWN = {"generator": ["responses/violated", "revisions/violated", "violated"]}
-TABLE = {
-    "gen/pass1_in": "greedy pass@1, in distribution",
-    "gen/violated_in": "greedy solutions that break a principle, in distribution",
-    "gen/pass1_out": "greedy pass@1, out of distribution",
-    "gen/violated_out": "greedy solutions that break a principle, out of distribution",
-}
+TABLE = {"gen/pass1_in": "greedy pass@1, in distribution",
+         "gen/violated_in": "greedy solutions that break a principle, in distribution",
+         "gen/pass1_out": "greedy pass@1, out of distribution",
+         "gen/violated_out": "greedy solutions that break a principle, out of distribution"}
 CRITIQUE_TOKENS = 4  # the number of a step
 MOST_SURE = 0.6  # the highest preference for a solution over another, and 1 less it the lowest
 
@@ -56,8 +54,7 @@ def add_args(group) -> None:
 
 def check(args, task) -> None:
     check_pairs(args, task)
-    if not hasattr(task, "violations"):
-        raise BadInput(f"--task {task.name}: it has no principles that a solution could break (violations)")
+    check_task(task, "principles", "violations")
 
 
 def draws(args) -> dict[str, Draw]:
@@ -106,10 +103,7 @@ def preference_rewards(chances: list[float | None], num_samples: int, most: floa
 
 
 def play(t: Play):
-    if t.steps["generator"] < t.args.sl_steps:
-        yield from learn_revisions(t)
-    else:
-        yield from learn_preferences(t)
+    yield from learn_revisions(t) if t.steps["generator"] < t.args.sl_steps else learn_preferences(t)
 
 
 def learn_revisions(t: Play):

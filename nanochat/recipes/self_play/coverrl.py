@@ -41,13 +41,11 @@ from nanochat.rl.records.rollouts import Rollouts
 STATUS = "works: where wrong answers have the majority it learns on three seeds, and TTRL does not"
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", shares="generator")}
 SHOWN = {"generator": ["label_accuracy", "kept_label_accuracy", "kept"]}
-TABLE = {
-    "gen/pass1_in": "solving: greedy pass@1, in distribution",
-    "gen/pass1_out": "solving: greedy pass@1, out of distribution",
-    "ver/balanced_acc_fixed": "verifying: balanced accuracy, solutions of the start",
-    "ver/balanced_acc_current": "verifying: balanced accuracy, present solutions",
-    "ver/parse_fail_current": "verifying: parse failures",
-}
+TABLE = {"gen/pass1_in": "solving: greedy pass@1, in distribution",
+         "gen/pass1_out": "solving: greedy pass@1, out of distribution",
+         "ver/balanced_acc_fixed": "verifying: balanced accuracy, solutions of the start",
+         "ver/balanced_acc_current": "verifying: balanced accuracy, present solutions",
+         "ver/parse_fail_current": "verifying: parse failures"}
 evaluate = scores_of_pair
 
 

@@ -25,7 +25,7 @@ from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.play import Draw, Play, Update
-from nanochat.rl.play.proposals import Proposals, check_reads_problems, log_proposals, propose, propose_prompt
+from nanochat.rl.play.proposals import Proposals, check, log_proposals, propose, propose_prompt  # noqa: F401
 from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt
 
@@ -39,10 +39,6 @@ evaluate = pass_at_1
 def add_args(group) -> None:
     group.add_argument("--min-score", type=SHARE, default=0.9, help="of a problem that is learned; 0 passes all")
     group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
-
-
-def check(args, task) -> None:
-    check_reads_problems(task)
 
 
 def draws(args) -> dict[str, Draw]:

@@ -30,7 +30,7 @@ from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import scores_of_pair
 from nanochat.rl.measure.observe import gathered_verdict_scores, log_rewards, verification_columns
 from nanochat.rl.play.play import Draw, Play, Update
-from nanochat.rl.play.proposals import (BY_ACCURACY, Proposals, accuracies, check_reads_problems, drawn, earns,
+from nanochat.rl.play.proposals import (BY_ACCURACY, Proposals, accuracies, check, drawn, earns,  # noqa: F401
                                         gathered, log_proposals, propose, propose_prompt, spread)
 from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.prompts import TOP_SCORE, Verification, empty_verifier_prompt
@@ -40,13 +40,11 @@ from nanochat.rl.verify.forms import believed_score
 STATUS = "runs: it learns without an answer for 30 steps on three seeds, then collapses on one"
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["proposals/valid", "proposals/difficulty", "judge/score", "rewards/outcome/mean"]}
-TABLE = {
-    "gen/pass1_in": "solver greedy pass@1, in distribution",
-    "gen/pass1_out": "solver greedy pass@1, out of distribution",
-    "gen/balanced_acc_fixed": "judge balanced accuracy, fixed solutions",
-    "gen/pred_pos_rate_current": "solutions that the judge calls right, current solver",
-    "gen/label_pos_rate_current": "solutions that are right, current solver",
-}
+TABLE = {"gen/pass1_in": "solver greedy pass@1, in distribution",
+         "gen/pass1_out": "solver greedy pass@1, out of distribution",
+         "gen/balanced_acc_fixed": "judge balanced accuracy, fixed solutions",
+         "gen/pred_pos_rate_current": "solutions that the judge calls right, current solver",
+         "gen/label_pos_rate_current": "solutions that are right, current solver"}
 NEUTRAL = 0.5        # the score of what cannot be read
 LEAST_QUALITY = 0.7  # of a problem that is kept
 JUDGE_REWARDS = {
@@ -62,10 +60,6 @@ def add_args(group) -> None:
     group.add_argument("--num-attempts", type=at_least(1), default=3, help="n: solutions that reward a proposal")
     group.add_argument("--pool-size", type=at_least(1), default=1024, help="proposed problems that are kept")
     group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=96, help="of a judge's verification")
-
-
-def check(args, task) -> None:
-    check_reads_problems(task)
 
 
 def draws(args) -> dict[str, Draw]:

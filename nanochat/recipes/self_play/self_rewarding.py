@@ -32,14 +32,12 @@ STATUS = ("runs: it gains in its first iteration on three seeds and loses that i
           "judge")
 ROLES = {"generator": RoleSpec("--model-tag"), "snapshot": RoleSpec("--model-tag", trained=False)}
 SHOWN = {"generator": ["iteration", "pair_loss", "right_order", "no_pair"]}
-TABLE = {
-    "gen/pass1_in": "greedy pass@1, in distribution",
-    "gen/pass1_out": "greedy pass@1, out of distribution",
-    "gen/balanced_acc_fixed": "as a judge: balanced accuracy, solutions of the start",
-    "gen/balanced_acc_current": "as a judge: balanced accuracy, its own solutions",
-    "gen/pos_rate_wrong_current": "as a judge: wrong ones of its own that it passes",
-    "gen/parse_fail_current": "as a judge: parse failures",
-}
+TABLE = {"gen/pass1_in": "greedy pass@1, in distribution",
+         "gen/pass1_out": "greedy pass@1, out of distribution",
+         "gen/balanced_acc_fixed": "as a judge: balanced accuracy, solutions of the start",
+         "gen/balanced_acc_current": "as a judge: balanced accuracy, its own solutions",
+         "gen/pos_rate_wrong_current": "as a judge: wrong ones of its own that it passes",
+         "gen/parse_fail_current": "as a judge: parse failures"}
 
 
 # What a judgment is worth; None where it cannot be told. A chance is a mean over the verifications that could be read

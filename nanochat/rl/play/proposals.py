@@ -9,9 +9,9 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from nanochat.common import BadInput
 from nanochat.engine import Tool
 from nanochat.rl.play.play import Play
+from nanochat.rl.records.outcomes import check_task
 from nanochat.rl.records.prompts import quoting_prompt
 from nanochat.rl.records.rollouts import Rollouts
 from tasks.common import Problem
@@ -68,10 +68,9 @@ def spread(values: list, places: list) -> list:
     return [None if place is None else next(rest) for place in places]
 
 
-def check_reads_problems(task) -> None:
-    """Raises BadInput for a task that cannot read proposed problems."""
-    if missing := [name for name in ("read_problem", "hint_of", "refusals") if not hasattr(task, name)]:
-        raise BadInput(f"--task {task.name}: reads no proposed problems (it has no {', '.join(missing)})")
+def check(args, task) -> None:
+    """A recipe's `check`: raises BadInput for a task that cannot read proposed problems."""
+    check_task(task, "read_problem", "hint_of", "refusals")
 
 
 def propose_prompt(tokenizer, fmt, problem: str) -> list[int]:

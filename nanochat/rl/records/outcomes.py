@@ -11,6 +11,12 @@ from tasks.common import SPLIT_BUCKETS, check_problem, demo_of, is_last_number
 ENDLESS = 400  # problems that stand for all of a task that makes its own
 
 
+def check_task(task, *parts: str) -> None:
+    """Raises BadInput for a task without parts that a recipe needs."""
+    if missing := [part for part in parts if not hasattr(task, part)]:
+        raise BadInput(f"--task {task.name}: has no {', '.join(missing)}, which this recipe needs")
+
+
 def num_problems_of(task, split: str, num: int) -> int:
     """How many problems `num` of a split are: -1 stands for all, ENDLESS where they are made; a finite split has no
     more than it has."""
