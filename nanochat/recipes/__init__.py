@@ -163,8 +163,7 @@ def similar(flag: str, known: list[str]) -> list[str]:
 
 
 def describe() -> list[str]:
-    """All recipes as markdown, a table per family and a line per recipe; dev/recipes.md is what --list-recipes prints.
-    What a system is, and where it departs from its paper, is in its module."""
+    """All recipes as markdown, a table per family and a line per recipe: dev/recipes.md."""
     families: dict[str, list[str]] = {}
     for name, module in modules().items():
         recipe = load(name)

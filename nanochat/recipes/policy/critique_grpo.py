@@ -111,8 +111,7 @@ def play(t: Play, criticise=by_rule):
 
 
 def log_refinements(t: Play, outcomes: list, refined: list, mixed: list) -> None:
-    """Logs what refinements change, from the outcomes of solutions, of refinements and of what is trained. rescued: of
-    the groups without a right solution those that have a right refinement."""
+    """Logs what refinements change. rescued: of groups without a right solution those with a right refinement."""
     G, pairs = t.args.num_samples, list(zip(outcomes, refined, strict=True))
     groups = [slice(i, i + G) for i in range(0, len(outcomes), G)]
     t.log("generator", t.mean({

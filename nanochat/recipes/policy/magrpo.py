@@ -67,8 +67,7 @@ def draws(args) -> dict[str, Draw]:
 
 
 def returns_of(agent: int, actions: list[tuple[int, int]], outcomes: list[bool | None], num: int) -> list[float | None]:
-    """For each of an agent's `num` completions the sum of the outcomes of the joint actions that it is in; None where
-    one of them is not known."""
+    """The sum of the outcomes of the joint actions that each completion is in; None where one is not known."""
     returns: list[float | None] = [0.0] * num
     for action, outcome in zip(actions, outcomes, strict=True):
         n = action[agent]

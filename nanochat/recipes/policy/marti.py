@@ -63,11 +63,10 @@ def means_before(turns: list[list[float | None]], num: int, team: int) -> list[f
 # Graphs: (t, problems, samples of each, greedy) -> turns
 
 class Turn(NamedTuple):
-    """One turn of all teams: its name, what was written, and what each text earns by itself: whether it is right, None
-    = not scorable."""
+    """One turn of all teams."""
     name: str
     rollouts: Rollouts
-    rewards: list[bool | None]
+    rewards: list[bool | None]  # whether each is right, None = not scorable: what it earns by itself
 
 
 def debate(t: Play, problems: list[Problem], num_samples: int, greedy: bool = False) -> list[Turn]:

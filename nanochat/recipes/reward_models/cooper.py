@@ -115,8 +115,7 @@ def play(t: Play):
 
 
 def pretrain(t: Play):
-    """Cross-entropy of sigma(s) against the outcomes of G solutions of each problem that the task has corrupted, or
-    not."""
+    """Cross-entropy of sigma(s) against the outcomes of G solutions of each problem, of which some are corrupted."""
     drawn = [(p, rng) for p in t.problems() for rng in [drawing(t, p)] for _ in range(t.args.num_samples)]
     texts = [demo_of(t.task, "corrupted_solution", *pair) for pair in drawn]
     prompts = with_answers(t, [p for p, _ in drawn])
@@ -146,8 +145,8 @@ def learn_pairs(t: Play, solutions: Rollouts):
 
 
 def pairs_of(t: Play, solutions: Rollouts) -> tuple[list[int], list[str]]:
-    """The first solution of each problem that the rule accepts, and a wrong version of it; a problem without one, or
-    of which no version is refused by the rule, has no pair."""
+    """The first solution of each problem that the rule accepts, and a version of it that the rule refuses, of those
+    that have both."""
     accepted, first = solutions.columns["accepted"], {}
     for n, g in enumerate(solutions.group_id.tolist()):
         if accepted[n]:

@@ -51,8 +51,7 @@ def draws(args):
 
 def ranked_right(scores: list[float | None] | None, right: int) -> bool:
     """Whether the right solution has the highest score and no other as much; of a single one, whether its score is
-    nearer to what it should be: 1 where it is right (right 0), 0 where it is wrong (right -1). What cannot be read is
-    wrong."""
+    nearer to 1 where it is right (right 0), to 0 where it is wrong (right -1). What cannot be read is wrong."""
     if scores is None or None in scores:
         return False
     if len(scores) == 1:

@@ -87,8 +87,7 @@ def draws(args) -> dict[str, Draw]:
 
 
 def first_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
-    """Bins of places in `sizes`: each goes, the largest first, into the first bin that holds it. One that is too large
-    for any is alone."""
+    """Bins of places in `sizes`: each goes, the largest first, into the first bin that holds it, or a new one."""
     bins: list[list[int]] = []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         fit = next((b for b in bins if sum(sizes[j] for j in b) + sizes[i] <= capacity), None)
@@ -228,8 +227,7 @@ def log_systems(t: Play, turns: Rollouts, condensed: Rollouts, outcomes: list[bo
 
 
 def log_shares(t: Play, parts: list) -> None:
-    """Logs how much of the update is System 1's: its share of the samples, and of the advantages' size over trained
-    tokens."""
+    """Logs System 1's share of the update: of the samples, and of the advantages' size over trained tokens."""
     sizes = torch.zeros(2, 2, device=t.device)
     for i, (rollouts, advantages) in enumerate(parts):
         sizes[i] = torch.stack([rollouts.num_trained().gt(0).sum(), (advantages.abs() * rollouts.mask).sum()])

@@ -99,11 +99,16 @@ def play(t: Play):
     search = search_of(t)
     solutions = t.solve("solutions", t.problems(), tool=search)    # y ~ pi(. | x; R)
     outcomes = solutions.columns["outcome"] = t.check(solutions)    # EM(a_pred, a_gold)
-    if not t.args.mask_information:  # the information is trained too, which nobody drew
-        logprobs = solutions.sampler_logprobs.masked_fill(solutions.forced, float("nan"))
-        solutions = replace(solutions, forced=None, sampler_logprobs=logprobs)
+    if not t.args.mask_information:
+        solutions = unmasked(solutions)
     log_queries(t, solutions, [search.num_queries[n] for n in range(len(solutions))])
     yield learn(t, solutions, outcomes)
+
+
+def unmasked(solutions: Rollouts) -> Rollouts:
+    """The same solutions, of which the information is trained too. Nobody drew it."""
+    logprobs = solutions.sampler_logprobs.masked_fill(solutions.forced, float("nan"))
+    return replace(solutions, forced=None, sampler_logprobs=logprobs)
 
 
 def evaluate(t: Play) -> dict:

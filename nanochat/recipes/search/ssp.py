@@ -74,8 +74,7 @@ def why_filtered(task, problem: Problem, shown: str, text: str, least_queries: i
 
 
 def filtered(t: Play, found: Proposals) -> Proposals:
-    """What passes the filter. Without it every readable question does, and is taken to have the answer that was
-    shown."""
+    """What passes the filter; without it every readable question, taken to have the answer that was shown."""
     problems, refusals = list(found.problems), list(found.refusals)
     for n, (problem, reference) in enumerate(zip(found.problems, found.rollouts.problems(), strict=True)):
         if problem and t.args.filter:

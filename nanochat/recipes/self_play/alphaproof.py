@@ -199,8 +199,7 @@ def log_proofs(t: Play, attempts: Rollouts) -> None:
 
 
 def evaluate(t: Play) -> dict:
-    """What is proved greedily and in --num-samples attempts of both test splits, and of the targets. The first
-    evaluation, of the start, chooses these."""
+    """What is proved of both test splits, and of the targets, which the first evaluation, of the start, chooses."""
     scores, k = {}, t.args.num_samples
     for split, name in SPLITS.items():
         problems = t.problems(t.args.eval_examples, split)

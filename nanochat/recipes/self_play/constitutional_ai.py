@@ -92,8 +92,7 @@ def preference(one: float, other: float, most: float) -> float:
 
 
 def preference_rewards(chances: list[float | None], num_samples: int, most: float) -> list[float | None]:
-    """Of each solution the mean preference for it over the others of its group; None where it or all others have no
-    chance."""
+    """The mean preference for each solution over the others of its group; None where there is no chance of any."""
     rewards = []
     for n, chance in enumerate(chances):
         first = n - n % num_samples

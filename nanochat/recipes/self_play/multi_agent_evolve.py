@@ -90,8 +90,8 @@ def proposer_reward(scores: list[float]) -> float:
 
 
 def role_advantages(rewards: list[float | None], rollouts: Rollouts, reduce) -> torch.Tensor:
-    """Each token's later rewards, whitened over all tokens of a role: Task-Relative REINFORCE++. A rollout without a
-    reward takes no part. -> (N, T)"""
+    """Each token's later rewards, whitened over all tokens of a role (Task-Relative REINFORCE++); None takes no part.
+    -> (N, T)"""
     earned = terminal_rewards(rewards, rollouts.lengths)  # (N, 1)
     return whiten(earned.values.expand(rollouts.tokens.shape), rollouts.mask & earned.valid, reduce)
 

@@ -101,8 +101,7 @@ def outcomes_of_labels(columns: dict[str, list], labels: list[str | None]) -> li
 
 
 def log_votes(t: Play, columns: dict[str, list]) -> None:
-    """Logs how far the votes agree, and how far they and their labels are right. What the gold check cannot score is
-    left out of that."""
+    """Logs how far the votes agree, and how far they and their labels are right, where that is known."""
     outcomes, answers, rewards = columns["outcome"], columns["answer"], columns["majority_reward"]
     pairs = list(zip(rewards, outcomes, strict=True))
     t.log("generator", t.mean({

@@ -31,8 +31,7 @@ def observe_judged(t: Play, solutions: Rollouts, judged: Judged, alpha: float) -
 
 
 def log_hidden(t: Play, solutions: Rollouts, verifications: list[Verification]) -> None:
-    """With --num-labelled: how right solutions without a gold answer are, and the verdicts on them. It enters the log
-    alone."""
+    """With --num-labelled: logs how right solutions without a gold answer are, and the verdicts on them."""
     if not hasattr(t.task, "hidden"):
         return
     rows = zip(solutions.problems(), solutions.texts, verifications, strict=True)

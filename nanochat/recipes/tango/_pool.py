@@ -16,8 +16,7 @@ from nanochat.rl.records.rollouts import Rollouts
 
 
 def scored_solutions(t: Play, solutions: Rollouts, outcomes: list[bool | None]) -> dict[str, torch.Tensor]:
-    """The solutions of all ranks that have an outcome, in the order of their problems: the same however many ranks
-    there are.
+    """The solutions of all ranks that have an outcome, in the order of their problems.
 
     -> problem (M,) int64: indices in the rl split; tokens (M, T) int64; lengths (M,) int64; outcome (M,) bool, on CPU
     """
@@ -49,11 +48,9 @@ def completions_of(pool: dict[str, torch.Tensor], rows: list[int]) -> list[list[
 
 def choose_solutions(fresh: list[bool], past: list[bool], num: int, replay: float, balance: bool,
                      rng: random.Random) -> list[int]:
-    """Which solutions a verifier step judges: `num` places in fresh + past, of which the outcomes are given.
-
-    A share `replay` is past, the rest fresh. With balance, half are right and half wrong as far as both have them.
-    Without either this is the first `num` fresh ones (Tango algorithm 1).
-    """
+    """Which solutions a verifier step judges: `num` places in fresh + past, of which the outcomes are given. A share
+    `replay` is past, the rest fresh. With balance, half are right and half wrong as far as both have them. Without
+    either this is the first `num` fresh ones (Tango algorithm 1)."""
     outcomes, new = fresh + past, list(range(len(fresh)))
     num_replayed = min(round(replay * num), len(past))
     old = rng.sample(range(len(fresh), len(outcomes)), len(past)) if num_replayed or balance else []

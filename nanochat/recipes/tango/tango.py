@@ -152,8 +152,7 @@ def generator_step(t: Play, judge, earn: str = "steps"):
 
 
 def verifier_step(t: Play, earn: str = ""):
-    """One solution of each problem (or past ones), a group of verifications of each, and an update of the verifier
-    (section 3)."""
+    """One solution of each problem, or past ones, a group of verifications of each, and an update (section 3)."""
     solutions, outcomes, copies = solutions_to_judge(t)
     rollouts = t.verify("verifications", solutions, copies=copies)
     verifications = t.read_verifications(rollouts)

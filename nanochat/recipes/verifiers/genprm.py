@@ -48,8 +48,7 @@ def draws(args) -> dict[str, Draw]:
 
 
 def agrees(verification: Verification, row: Labelled, bar: float) -> bool:
-    """Whether the verdicts on all steps are those of the labels, and the final one is the outcome, where that is
-    known."""
+    """Whether the verdicts on all steps are those of the labels, and the final one is the outcome, if known."""
     return (verification.usable_steps == [label >= bar for label in row.labels] and verification.verdict is not None
             and row.outcome in (None, verification.verdict))
 
