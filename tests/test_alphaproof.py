@@ -1,6 +1,4 @@
-"""
-AlphaProof's perfect-verifier arm: the window of proofs, what is learned from it, rewards, targets and their variants.
-"""
+"""AlphaProof's perfect-verifier arm: the window of proofs, what is learned from it, rewards, targets, variants."""
 from dataclasses import replace
 
 import pytest

@@ -1,6 +1,4 @@
-"""
-Constitutional AI: principles, critiques and preferences by hand, what both stages learn, demonstrations of revisions.
-"""
+"""Constitutional AI: critiques and preferences by hand, what both stages learn, demonstrations of revisions."""
 import random
 
 import pytest

@@ -1,7 +1,4 @@
-"""
-Cooper: which pairs the reward model learns from, its updates against autograd of the paper's losses, what the policy is
-rewarded with.
-"""
+"""Cooper: which pairs the reward model learns from, its updates against autograd, what the policy is rewarded with."""
 import math
 import random
 from types import SimpleNamespace

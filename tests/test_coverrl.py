@@ -1,7 +1,4 @@
-"""
-CoVerRL: which votes are verified, the filter and the rewards by hand, a step of one model, gold answers that change
-nothing.
-"""
+"""CoVerRL: which votes are verified, the filter and rewards by hand, a step of one model."""
 import zlib
 from dataclasses import replace
 

@@ -1,6 +1,4 @@
-"""
-Critic-RM: pairs of critiques by hand, and updates against the gradient of the loss at both ends of lambda and between.
-"""
+"""Critic-RM: pairs of critiques by hand, and updates against the gradient of the loss."""
 import pytest
 import torch
 from test_dpo import token_logprobs, verdict_odds

@@ -1,6 +1,4 @@
-"""
-Critique-GRPO: the chosen refinement, its shaped coefficients, what the update sees and its gradient, what is logged.
-"""
+"""Critique-GRPO: the chosen refinement, its shaped coefficients, the gradient of an update, what is logged."""
 import statistics
 
 import pytest

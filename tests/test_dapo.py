@@ -1,6 +1,4 @@
-"""
-DAPO: its formulas by hand, what is drawn and thrown away on one rank and on two, the update, flags.
-"""
+"""DAPO: its formulas by hand, what is drawn and thrown away on one rank and on two, the update, flags."""
 import math
 from dataclasses import replace
 

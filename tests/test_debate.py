@@ -1,7 +1,4 @@
-"""
-Debate: soft targets, pairs and scores by hand, what the judge reads and how sure it is, the update against autograd of
-the paper's loss in fp64.
-"""
+"""Debate: scores by hand, what the judge reads and how sure it is, the update against autograd of the paper's loss."""
 import math
 from dataclasses import replace
 from types import SimpleNamespace

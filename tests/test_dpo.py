@@ -1,7 +1,4 @@
-"""
-DPO: pairs and coefficients by hand, the update against autograd of the paper's loss in fp64, ranks. And the random
-models with which all recipes are tested.
-"""
+"""DPO: pairs, coefficients, the update against autograd. And the random models with which all recipes are tested."""
 import math
 import zlib
 
@@ -32,8 +29,6 @@ FLAGS = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--max-new-
          "--examples-per-step", "4", "--num-samples", "4", "--eval-examples", "8", "--lr", "1e-3", "--num-steps", "4",
          "--save-every", "1"]
 
-
-# Helpers, also of other files
 
 def parsed(recipe: str, *flags: str):
     return parse(tango_rl, ["--recipe", recipe, *FLAGS, *flags])
@@ -168,8 +163,6 @@ def keep(t: Play, found: dict, folder: str) -> None:
     torch.save(found, f"{folder}/{t.run.rank}of{t.run.world}.pt")
 
 
-# By hand
-
 def test_a_group_gives_as_many_pairs_as_use_no_rollout_twice():
     # Group 7: right 0, 4; wrong 2, 3, 5 -> (0, 2), (4, 3). Group 9: right 1, none wrong.
     # Group 8: right 8, wrong 6, 7 neither.
@@ -195,8 +188,6 @@ def test_coefficients_of_a_rollout_in_several_pairs_add_up():
     found = pair_coefficients(u, weights, [0, 0, 1], [1, 2, 2], 3, 0.1, torch.ones(3))
     assert found.tolist() == pytest.approx([0.05 + 0.05, -0.05 + 0.05, -0.05 - 0.05], abs=1e-8)
 
-
-# Against the literal loss
 
 def test_the_update_takes_the_gradient_of_the_papers_loss(base):
     """Sampling, checking, pairing, selecting, scoring and averaging included; policy and reference differ."""
@@ -272,7 +263,7 @@ def test_two_equal_completions_count_in_the_mean_and_pull_nothing(base):
 # Recipe, settings that do not go together, and how they are refused
 REFUSED = [
     ("alphaproof", "--curriculum variants", "--curriculum variants: of which theorems"),
-    ("alphaproof", "--curriculum variants --targets-of test_in --task last_letter", "--task last_letter: has no v"),
+    ("alphaproof", "--curriculum variants --task last_letter", "--task last_letter: has no variants, which"),
     ("constitutional_ai", "--task last_letter", "--task last_letter: has no principles, violations, which"),
     *((recipe, "--num-samples 1", "--num-samples 1: must be at least 2, ")
       for recipe in ("constitutional_ai", "dapo", "debate", "dpo", "score", "self_rewarding", "think_rm_policy")),
@@ -292,11 +283,13 @@ REFUSED = [
     ("fixed_verifier", "--judge tokens --verifications 1", "--verifications 1: the judge tokens has no use"),
     ("marti", "--num-agents 3", "--num-samples 4: must be a multiple of --num-agents 3"),
     ("marti", "--graph chain --num-agents 3", "--num-agents 3: a chain has two"),
+    ("magrpo", "--task last_letter", "--task last_letter: has no joint, half_outcomes, agrees, which"),
     ("mars", "--task chain", "--task chain: has no documents, which"),
     ("mars", "--task lookup --calculator", "--calculator: .* one tool"),
     ("mars", "--task lookup --lookup-noise 12 --bin-size 6", "--bin-size 6: .* --most-bins is 4"),  # of any key
     ("mars", "--task lookup --lookup-keys 100 --lookup-noise 3 --bin-size 6", "--bin-size 6: a document has"),
-    ("medvlsynther", "--task last_letter", "--task last_letter: has no read_problem"),
+    *((recipe, "--task last_letter", "--task last_letter: has no read_problem, hint_of, refusals, which")
+      for recipe in ("medvlsynther", "multi_agent_evolve")),
     *(("ppo", f"--lm-coef 0.1 {flags}", "--lm-coef 0.1: needs --aggregation token and --updates-per-batch 1")
       for flags in ("--aggregation sequence", "--aggregation token --updates-per-batch 2")),
     *(("prime", flags, flags) for flags in ("--accuracy-filter 0.8 0.2", "--advantage grpo")),

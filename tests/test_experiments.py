@@ -1,9 +1,4 @@
-"""
-Experiments: the flags that follow from their tables, how jobs are run, and the table by hand. Nothing is trained: a
-shell script stands in for python.
-
-    python -m pytest -q tests/test_experiments.py
-"""
+"""Experiments: the flags of their tables, how jobs are run, the table by hand. A shell script stands in for python."""
 import csv
 import json
 import os
@@ -134,8 +129,6 @@ def every_family_and_verifier() -> list:
             *(arms_selfplay.experiment(name, list(of.arms)) for name, of in arms_selfplay.FAMILIES.items())]
 
 
-# Flags
-
 PROBLEMS = "--chain-answer final --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10"
 COMMON = f"--seed 1 --device-type cpu --num-steps 60 --eval-every 10 --kl-coef 0 --lr 2e-4 {PROBLEMS}"
 ALPHA = "--alpha-start 0.5 --alpha-end 0.05"
@@ -220,8 +213,6 @@ def test_every_job_has_flags_that_its_script_takes():
             chat_sft.check_demos(args, make_task(args))
 
 
-# Stages
-
 def test_each_job_comes_after_what_it_reads():
     """A file, checkpoint or run that a job's flags name is made by a job of an earlier stage."""
     own = experiment(one("--start", "refine"), ["score", "shared_half", "grpo_both", "refit_1"])
@@ -253,8 +244,6 @@ def test_each_job_comes_after_what_it_reads():
 def test_only_what_the_arms_need_is_made(make, names):
     assert [{job.name for job in stage} for stage in stages_of([make()], ["3"])] == list(map(set, names))
 
-
-# Runs
 
 def test_a_dial_is_run_and_reported_together(world):
     """GRPO has no verifier: one run stands for both settings."""
@@ -319,8 +308,6 @@ def test_verifiers_are_told_as_judges_and_what_their_training_cost(world):
     assert grpo["tokens of its training"] == grpo["minus grpo"] == "-"
 
 
-# What must not be taken for one's own
-
 def test_what_other_flags_made_is_refused_in_any_setting(world):
     flags = ["--dial", "start", "--arms", "tango", "--seeds", "1"]
     assert world.run(*flags)[0] == 0
@@ -355,8 +342,6 @@ def test_runs_that_cannot_be_compared_or_were_continued_by_hand_are_refused(worl
     code, _, err = world.run(*flags)
     assert code == 2 and "chain-grpo-s1 was made with other flags" in err and "was started with 7" in err
 
-
-# What goes wrong
 
 def test_a_run_that_fails_is_told_and_left_out_and_the_others_go_on(world):
     world.monkeypatch.setenv("FAILS", "chain-tango-s1")
@@ -409,8 +394,6 @@ def test_lists_make_nothing(world):
     assert not (world.base / "logs").exists()
 
 
-# The table, by hand
-
 def test_the_table_pairs_with_the_baseline_at_the_end_and_at_its_tokens():
     small = table.Table("small", [], baseline="base", watched={"gen/pass1_in": "solved", "gen/shown": "shown"},
                   partners={"other": "gold_steps"})
@@ -431,8 +414,6 @@ def test_the_table_pairs_with_the_baseline_at_the_end_and_at_its_tokens():
     assert other["solved, first -> last"] == "20.0 -> 90.0" and base["shown, first -> last"] == "35.0 -> 35.0"
     assert other["tokens"] == "1.25M"
 
-
-# The wrapper
 
 @pytest.mark.parametrize("words, env, shown", [
     (["verifiers", "--seeds", "1 2"], {}, "1 disabled /home/me/.cache/nanochat-tango-verifiers"),

@@ -1,6 +1,4 @@
-"""
-GRAM: the smoothed coefficients by hand, both stages against the gradient of their losses, and a generator's reward.
-"""
+"""GRAM: the smoothed coefficients by hand, both stages against the gradient of their losses, a generator's reward."""
 import json
 import math
 from pathlib import Path

@@ -1,17 +1,13 @@
-"""
-MAGRPO: joint actions and returns by hand, an update against the literal loss, a frozen partner, the evaluation.
-"""
+"""MAGRPO: joint actions and returns by hand, an update against the literal loss, a frozen partner, the evaluation."""
 import zlib
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from test_dpo import (are_equal, assert_close, gradient_of, log_likelihoods, moved_by, parsed, random_play, weights_of,
+from test_dpo import (are_equal, assert_close, gradient_of, log_likelihoods, moved_by, random_play, weights_of,
                       writing)
 
 from nanochat import recipes
-from nanochat.common import BadInput
 from nanochat.recipes.policy.magrpo import JOINT, returns_of
 
 magrpo = recipes.load("magrpo")
@@ -145,10 +141,3 @@ def test_agents_may_call_what_solutions_may(base, calculator):
     t.sampler.calculator = calculator
     list(magrpo.play(t))
     assert [tool is not None for tool in t.tools.values()] == [calculator] * 2
-
-
-@pytest.mark.parametrize("name", ["joint", "half_outcomes", "agrees"])
-def test_a_task_that_lacks_a_part_of_joint_solutions_is_refused(name):
-    had = dict.fromkeys({"joint", "half_outcomes", "agrees"} - {name}, None)
-    with pytest.raises(BadInput, match=f"^--task mine: has no {name}, which this recipe needs$"):
-        magrpo.check(parsed("magrpo", *HALVES), SimpleNamespace(name="mine", **had))

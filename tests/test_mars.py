@@ -1,6 +1,4 @@
-"""
-MARS: packing, advantages and draws by hand, what a trajectory's prompts hold, what is trained.
-"""
+"""MARS: packing, advantages and draws by hand, what a trajectory's prompts hold, what is trained."""
 import random
 from collections import Counter
 

@@ -1,6 +1,4 @@
-"""
-MARTI: shaped rewards by hand, who reads what, what each turn earns and is compared with, the evaluation.
-"""
+"""MARTI: shaped rewards by hand, who reads what, what each turn earns and is compared with, the evaluation."""
 import pytest
 from test_dpo import parsed, random_play, writing
 

@@ -1,6 +1,4 @@
-"""
-MedVLSynther: the rubric, which problems are learned, and by which answers.
-"""
+"""MedVLSynther: the rubric, which problems are learned, and by which answers."""
 from test_dpo import random_play, writing
 from test_proposals import BETTER, GOOD, in_which
 

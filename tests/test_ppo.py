@@ -1,6 +1,4 @@
-"""
-PPO: the critic's update against autograd, the policy's advantages, VAPO's parts.
-"""
+"""PPO: the critic's update against autograd, the policy's advantages, VAPO's parts."""
 from types import SimpleNamespace
 
 import pytest

@@ -1,6 +1,4 @@
-"""
-PRIME: its formulas by hand, the PRM's update against autograd of the paper's loss, which role learns when.
-"""
+"""PRIME: its formulas by hand, the PRM's update against autograd of the paper's loss, which role learns when."""
 import math
 from types import SimpleNamespace
 

@@ -1,6 +1,4 @@
-"""
-Progress rewards: the values of prefixes by a prover that is known, what they make of steps.
-"""
+"""Progress rewards: the values of prefixes by a prover that is known, what they make of steps."""
 import pytest
 import torch
 from test_dpo import random_play, writing

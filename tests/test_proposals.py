@@ -1,17 +1,12 @@
-"""
-Proposed problems: what the task takes for one, what a proposer earns, the pool, and the three roles of Multi-Agent
-Evolve.
-"""
+"""Proposed problems: which texts are, what a proposer earns, the pool, and the three roles of Multi-Agent Evolve."""
 import random
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
 from test_dpo import keep, of_one_and_two_ranks, parsed, random_play, writing
 
 from nanochat import recipes
-from nanochat.common import BadInput
 from nanochat.recipes.self_play.multi_agent_evolve import JUDGE_REWARDS, judge_score, proposer_reward, role_advantages
 from nanochat.rl.credit.advantages import whiten
 from nanochat.rl.play.proposals import azr, drawn, earns, one_minus, parabola, propose, spread
@@ -228,12 +223,3 @@ def test_two_ranks_propose_and_pool_as_one_does(base, tmp_path):
         assert found["pool"] == one["pool"] and found["metrics"].keys() == one["metrics"].keys()
         for name, value in one["metrics"].items():
             assert found["metrics"][name] == (None if value is None else pytest.approx(value, rel=1e-9)), name
-
-
-@pytest.mark.parametrize("name", ["read_problem", "hint_of", "refusals"])
-def test_a_task_that_lacks_a_part_of_reading_problems_is_refused(name):
-    args = parsed("multi_agent_evolve")
-    had = {part: getattr(make_task(args), part) for part in ("name", "read_problem", "hint_of", "refusals")}
-    task = SimpleNamespace(**{part: value for part, value in had.items() if part != name})
-    with pytest.raises(BadInput, match=f"--task chain: has no {name}, which this recipe needs$"):
-        mae.check(args, task)

@@ -1,6 +1,4 @@
-"""
-Refit: when the verifier learns and from what, its update against autograd, what the policy is rewarded with.
-"""
+"""Refit: when the verifier learns and from what, its update against autograd, what the policy is rewarded with."""
 import pytest
 import torch
 from test_dpo import assert_close, gradient_of, moved_by, random_play, verdict_odds

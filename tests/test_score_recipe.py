@@ -1,6 +1,4 @@
-"""
-SCoRe: rewards of two turns, the KL in the weights, the update of either stage against its loss, and the evaluation.
-"""
+"""SCoRe: rewards of two turns, the update of either stage against its loss, and the evaluation."""
 import statistics
 
 import pytest

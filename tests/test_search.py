@@ -1,7 +1,4 @@
-"""
-The search tool in rows of tokens: what it forces and when, marks that straddle tokens, and that what it forced is not
-trained.
-"""
+"""The search tool in rows of tokens: what it forces and when, marks that straddle tokens, and what is not trained."""
 from dataclasses import replace
 from itertools import chain
 

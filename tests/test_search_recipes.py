@@ -1,6 +1,4 @@
-"""
-Search-R1, R1-Searcher, SSRL: what is read of a text, rewards by hand, masks, what a step of each is made of.
-"""
+"""Search-R1, R1-Searcher, SSRL: what is read of a text, rewards by hand, masks, what a step of each is made of."""
 import copy
 from dataclasses import replace
 

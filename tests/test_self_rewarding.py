@@ -1,6 +1,4 @@
-"""
-Self-Rewarding: points and pairs by hand, what a step is made of, snapshots, gold answers that change nothing.
-"""
+"""Self-Rewarding: points and pairs by hand, what a step is made of, snapshots, gold answers that change nothing."""
 import math
 
 import pytest

@@ -1,6 +1,4 @@
-"""
-Learning to Self-Verify: the turns, whose rollouts the one model learns from, and balanced verifier steps.
-"""
+"""Learning to Self-Verify: the turns, whose rollouts the one model learns from, and balanced verifier steps."""
 import pytest
 from test_dpo import are_equal, parsed, random_play, weights_of
 

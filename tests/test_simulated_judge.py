@@ -1,6 +1,4 @@
-"""
-A judge of a chosen accuracy: what it ties and flips, and that both spoil its ranking as the docstring says.
-"""
+"""A judge of a chosen accuracy: what it ties and flips, and that both spoil its ranking as the docstring says."""
 import random
 
 import pytest

@@ -1,6 +1,4 @@
-"""
-SPIN: its update against autograd of the paper's loss in fp64, snapshots, demonstrations.
-"""
+"""SPIN: its update against autograd of the paper's loss in fp64, snapshots, demonstrations."""
 import math
 from dataclasses import replace
 

@@ -1,6 +1,4 @@
-"""
-Search Self-Play: questions that lookup reads, the filter, what both roles earn, what is trained, and the pool.
-"""
+"""Search Self-Play: questions that lookup reads, the filter, what both roles earn, what is trained, and the pool."""
 import random
 from dataclasses import replace
 

@@ -1,7 +1,4 @@
-"""
-Recipe supervisor: its update against the gradient of the answers' likelihood, gains by hand and against label_steps,
-and what is drawn and refused.
-"""
+"""Supervisor: its update against the gradient of the answers' likelihood, gains by hand and against label_steps."""
 import json
 import math
 

@@ -1,6 +1,4 @@
-"""
-The policy that learns from judged pairs: its differences and its update by hand, and what is refused.
-"""
+"""The policy that learns from judged pairs: its differences and its update by hand, and what is refused."""
 import pytest
 import torch
 from test_dpo import random_play, writing

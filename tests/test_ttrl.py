@@ -1,6 +1,4 @@
-"""
-TTRL: votes, rewards and logged metrics by hand, what is trained on, gold answers that change nothing.
-"""
+"""TTRL: votes, rewards and logged metrics by hand, what is trained on, gold answers that change nothing."""
 from dataclasses import replace
 from functools import partial
 
@@ -31,8 +29,6 @@ def test_each_problem_has_its_own_label():
     assert majority_rewards(answers, ["2", "1"]) == [0, 1, 1, 1, 1, 0]
     assert pseudo_labels([], 3) == [] and majority_rewards([], []) == []
 
-
-# A step
 
 # 2 problems of 4 votes each. {} stands for the gold answer.
 WRONG_MAJORITY = ["=9", "=9", "={}", "=9"]   # label 9, rewards 1 1 0 1; outcomes 0 0 1 0
