@@ -10,6 +10,9 @@ and where it needs them: add_args(group) for flags of its own, check(args, task)
 updates of each role in a whole run, eval_step(t) -> the number that --eval-every divides, SHOWN: metrics of the line
 per step, TABLE: scores of the final table, which are shares, with their words. A recipe of the repository has a STATUS,
 what is shown of it, for --list-recipes.
+
+A recipe's docstring says where it departs from its paper. All depart in this: models are tiny, AdamW has a constant
+--lr (or --lr-schedule), and sampling has temperature 1 (or --temperature).
 """
 import argparse
 import functools

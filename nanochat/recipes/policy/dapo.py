@@ -13,8 +13,6 @@ Departures:
 3. Where --max-batches do not suffice, the groups that there are are trained on (ran_out). The released code stops.
 4. Solutions that cannot be scored are left out, so a group may have fewer.
 """
-import torch
-
 from nanochat.cli import at_least
 from nanochat.common import BadInput
 from nanochat.recipes.policy.grpo import ROLES, evaluate  # noqa: F401
@@ -61,7 +59,7 @@ def length_penalty(length: int, limit: int, buffer: int) -> float:
 
 def play(t: Play):
     solutions = dynamic_sampling(t)
-    if not t.reduce(torch.tensor(len(solutions), device=t.device)):
+    if not t.total(len(solutions)):
         return  # on no rank a group of both kinds
     buffer = t.args.max_new_tokens // 5 if t.args.overlong_buffer < 0 else t.args.overlong_buffer
     outcome = [1.0 if right else -1.0 for right in solutions.columns["outcome"]]                 # eq. 7
@@ -100,8 +98,7 @@ def dynamic_sampling(t: Play) -> Rollouts:
 def log_draws(t: Play, drawn: list[Rollouts], kept: list[Rollouts], kinds: list[str]) -> None:
     """Logs how many batches were drawn, what became of their groups, and what share of the tokens was thrown away."""
     P, outcomes = t.args.examples_per_step, [o for batch in drawn for o in batch.columns["outcome"]]
-    tokens = [sum(int(batch.lengths.sum()) for batch in batches) for batches in (kept, drawn)]
-    in_use, in_all = t.reduce(torch.tensor(tokens, device=t.device)).tolist()
+    in_use, in_all = (t.total(sum(int(batch.lengths.sum()) for batch in batches)) for batches in (kept, drawn))
     share = {kind: kinds.count(kind) / len(kinds) for kind in KINDS.values()}
     share["surplus"] = max(0, kinds.count("mixed") - P) / len(kinds)
     t.log("generator", {

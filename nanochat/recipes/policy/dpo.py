@@ -10,7 +10,6 @@ Departures:
 2. The preferences are the task's gold check, not people's: nothing says that they follow the Bradley-Terry model.
 3. A problem gives as many pairs as it can without using a solution twice, so those that are solved half of the time
    weigh most.
-4. AdamW at a constant --lr, not RMSprop at 1e-6 with 150 steps of warm-up: the models here are tiny.
 """
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
@@ -21,9 +20,7 @@ from nanochat.rl.play.play import Draw, Play
 STATUS = "works: it learns, below GRPO at equal tokens"
 ROLES = {"generator": RoleSpec("--model-tag", reference=True)}
 SHOWN = {"generator": ["pair_loss", "pair_accuracy", "margin"]}
-evaluate = pass_at_1
-
-add_args = add_pair_args
+add_args, evaluate = add_pair_args, pass_at_1
 
 
 def draws(args) -> dict[str, Draw]:

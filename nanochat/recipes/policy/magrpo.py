@@ -12,7 +12,7 @@ Departures:
 2. All tokens learn. Their loss loses the last one of each completion: it drops a logit too many.
 3. --advantage has their baselines mean (dr_grpo, the default), rloo and raw (reinforce), and not their max.
 4. A completion of which a pair cannot be scored teaches nothing. In theirs all rewards are known.
-5. One optimizer step for a batch of problems (theirs: 2), at temperature 1: the models here are tiny.
+5. One optimizer step for a batch of problems (theirs: 2).
 6. Both agents start from one checkpoint that writes either part (task halves, chat_sft --demo-shares first:0.4
    second:0.4).
 """

@@ -81,7 +81,7 @@ def play(t: Play):
     known = solutions.select([n for n, outcome in enumerate(outcomes) if outcome is not None])
     log_rewards(t, "generator", solutions, outcomes)
     t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes]}))
-    if not t.reduce(torch.tensor(len(known), device=t.device)):
+    if not t.total(len(known)):
         return  # no rank has a solution that can be scored
     source, mask = outcome_rewards(known.columns["outcome"], known.lengths), known.mask
     rewards = torch.zeros(known.tokens.shape, device=t.device).scatter_(1, source.token_index, source.values)  # (N, T)

@@ -97,7 +97,7 @@ def play(t: Play):
     solutions = t.solve("solutions", t.problems())
     solutions.columns = {"outcome": t.check(solutions)}
     rollouts = filtered(t, solutions)
-    if not t.reduce(torch.tensor(len(rollouts), device=t.device)):
+    if not t.total(len(rollouts)):
         return  # on no rank a problem that is neither too easy nor too hard
     ref_logprobs = t.logprobs("prm", rollouts, reference=True)
     q = t.logprobs("prm", rollouts) - ref_logprobs                                           # (N, T)

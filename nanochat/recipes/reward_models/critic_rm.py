@@ -20,8 +20,6 @@ Departures:
 """
 from functools import partial
 
-import torch
-
 from nanochat.cli import SHARE, at_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.observe import log_rewards, verification_columns
@@ -69,7 +67,7 @@ def paired_critiques(t: Play, solutions: Rollouts, rows: list[Labelled]) -> tupl
     spots = [verdict_spots(t.tokenizer, t.task.fmt, tokens, v, len(v.step_verdicts))[-1]
              for tokens, v in zip(rollouts.completions(), verifications, strict=True)]
     kept = [i for i, spot in enumerate(spots) if agree[i] and spot]  # without a spot it has no score
-    t.log("verifier", {"kept": t.reduce(torch.tensor(len(kept), device=t.device)).item()})
+    t.log("verifier", {"kept": t.total(len(kept))})
     chosen = [kept[i] for i in in_pairs([of_each[i] for i in kept])]
     return rollouts.select(chosen), [spots[i] for i in chosen]
 
@@ -91,7 +89,7 @@ def play(t: Play):
     s = log_odds_at(t, "verifier", rollouts, placed)                                           # (N,)
     log_margins(t, "verifier", s[::2] - s[1::2])
     num_pairs, N = len(rollouts) // 2, len(rollouts)
-    t.log("verifier", {"bt_share": share, "num_pairs": t.reduce(torch.tensor(num_pairs, device=t.device)).item()})
+    t.log("verifier", {"bt_share": share, "num_pairs": t.total(num_pairs)})
     losses = []
     if share < 1:
         losses.append((likelihood_parts(rollouts, (1 - share) * rollouts.mask), rollouts.lengths.sum().item()))

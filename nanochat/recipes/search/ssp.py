@@ -35,6 +35,7 @@ from tasks.common import Problem
 
 STATUS = "works: the solver gains on three seeds, and without the filter it does not, as in the paper"
 SHOWN = {"generator": ["proposals/valid", "proposals/solved", "proposals/queries"]}
+POOL_STEPS = 10  # after which the pool is emptied
 FILTERED = ("another_answer", "answer_shown", "few_queries", "query_twice", "not_found")
 
 
@@ -45,7 +46,6 @@ def add_args(group) -> None:
     group.add_argument("--filter", action=argparse.BooleanOptionalAction, default=True,
                        help="questions must have the answer that was shown, and be answerable")
     group.add_argument("--least-queries", type=at_least(0), default=2, help="different queries of a proposer")
-    group.add_argument("--pool-steps", type=at_least(1, int, 1000), default=10, help="after which the pool is emptied")
 
 
 def check(args, task) -> None:
@@ -87,7 +87,7 @@ def filtered(t: Play, found: Proposals) -> Proposals:
 
 
 def play(t: Play):
-    G, pool = t.args.num_samples, [] if t.step % t.args.pool_steps == 0 else t.memory.get("pool", [])
+    G, pool = t.args.num_samples, [] if t.step % POOL_STEPS == 0 else t.memory.get("pool", [])
     read = propose(t, "generator", t.problems(), 1, "propose", search_of(t))
     proposals = filtered(t, read)
     asked = [new or old for new, old in zip(proposals.problems, drawn(t, pool), strict=True)]

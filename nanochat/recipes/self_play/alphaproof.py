@@ -27,8 +27,6 @@ Departures:
 import random
 from dataclasses import replace
 
-import torch
-
 from nanochat.cli import SHARE, at_least
 from nanochat.common import BadInput
 from nanochat.rl.credit.aggregation import check_one_update
@@ -46,6 +44,7 @@ from tasks.common import Problem
 STATUS = "works: proofs rise from 38 to 92% on three seeds, and no reward can be had without one"
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["theorems_proved", "claimed_falsely", "proofs_known"]}
+WINDOW = 1024  # theorems whose proofs are kept: the last ones that got a proof, or a shorter one
 TABLE = {"gen/pass1_in": "proved greedily, in distribution",
          "gen/pass_k_in": "proved in --num-samples attempts",
          "gen/pass1_out": "proved greedily, out of distribution",
@@ -58,8 +57,6 @@ def add_args(group) -> None:
     group.set_defaults(kl_coef=0.0)  # the paper has none
     group.add_argument("--learner", default="expert_iteration", choices=list(LEARNERS))
     group.add_argument("--reward", default="kernel", choices=list(REWARDS))
-    group.add_argument("--window", type=at_least(1), default=1024,
-                       help="theorems whose proofs are kept: the last ones that got a proof, or a shorter one")
     group.add_argument("--num-proofs", type=at_least(1), default=64, help="that an update of expert iteration draws")
     group.add_argument("--curriculum", default="rl", choices=list(CURRICULA), help="what is trained on")
     group.add_argument("--targets-of", default="", choices=["", *SPLITS], help="split of the targets")
@@ -146,7 +143,7 @@ def expert_iteration(t: Play, attempts: Rollouts, rewards: list):
     rows = [[attempts.prompts[g].problem.prompt, attempts.prompts[g].problem.answer, attempts.texts[best[g]]]
             if g in best else None for g in range(len(attempts.prompts))]
     found = [row for row in t.gather(rows) if row]
-    window = t.memory["proofs"] = remembered(t.memory.get("proofs", {}), found, t.args.window)
+    window = t.memory["proofs"] = remembered(t.memory.get("proofs", {}), found, WINDOW)
     t.log("generator", {"proofs_known": len(window)})
     if not window:
         return
@@ -174,7 +171,7 @@ def play(t: Play):
     rewards = attempts.columns[REWARDS[t.args.reward]]
     log_rewards(t, "generator", attempts, rewards)
     log_proofs(t, attempts)
-    if t.reduce(torch.tensor(len(attempts), device=t.device)):  # none where every target is proved
+    if t.total(len(attempts)):  # none where every target is proved
         yield from LEARNERS[t.args.learner](t, attempts, rewards)
 
 

@@ -18,7 +18,7 @@ Departures:
 3. Verifications of unreadable votes are a group for each problem. In the code they are one group of all problems.
 4. One optimizer step for all rollouts, with the KL of all recipes; the code has one for every 256. With --verifier-head
    own there are two models, and a step for each.
-5. Departure 2 of recipe ttrl, and a constant --lr, not a cosine.
+5. Departure 2 of recipe ttrl.
 """
 import math
 from collections import Counter
@@ -162,7 +162,7 @@ def learn(t: Play, parts: dict[str, list[tuple[Rollouts, torch.Tensor]]]):
     if t.args.verifier_head == "prompt":
         parts = {"generator": [part for own in parts.values() for part in own]}
     for role, own in parts.items():
-        if t.reduce(torch.tensor(sum(len(rollouts) for rollouts, _ in own), device=t.device)).item():
+        if t.total(sum(len(rollouts) for rollouts, _ in own)):
             yield Update(role, own)
 
 

@@ -23,7 +23,6 @@ Departures:
    is the best distractor of a multiple-choice question.
 6. Pairs are of the present model in each step, and the reference is the start. The paper samples twice in all.
 7. Log-ratios are sums, as in the paper's text. The released code has means over tokens, and weighs DPO by 1 - 0.005.
-8. AdamW at a constant --lr. The paper has 1e-5 with LoRA.
 """
 import math
 from collections.abc import Callable
@@ -46,6 +45,7 @@ ROLES = {"generator": RoleSpec("--model-tag"), "opponent": RoleSpec("--model-tag
          "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["judge_accuracy", "assigned", "pair_loss"]}
 TABLE = DEBATE_TABLE
+SFT_COEF = 0.005  # weight of the SFT loss on the better argument
 evaluate = evaluate_debates
 
 
@@ -66,10 +66,6 @@ def add_args(group) -> None:
     add_pair_args(group)
     group.set_defaults(beta=0.5, kl_coef=0.0, num_samples=4)
     group.add_argument("--protocol", default="debate", choices=list(PROTOCOLS))
-    group.add_argument("--gamma", type=at_least(0, float), default=0.0,
-                       help="factor on the rewards in the target P; 0 = 7 in debate, 10 in consultancy")
-    group.add_argument("--sft-coef", type=at_least(0, float), default=0.005,
-                       help="weight of the SFT loss on the better argument")
     group.add_argument("--num-distractors", type=at_least(1), default=4, help="solutions that may give a wrong answer")
     group.add_argument("--verifications", type=at_least(1), default=1, help="of a debate in either order; 1 is greedy")
     group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=192)
@@ -95,13 +91,12 @@ def play(t: Play):
     rewards, unread = confidences(t, verifications, args.verifications)
     log_arguments(t, arguments, debates, verifications.texts, rewards)
     chosen, rejected = best_and_worst(rewards, arguments.group_id.tolist())  # y_w, y_l
-    gamma = args.gamma or protocol.gamma
-    targets = [1 / (1 + math.exp(-gamma * (rewards[w] - rewards[l])))
+    targets = [1 / (1 + math.exp(-protocol.gamma * (rewards[w] - rewards[l])))
                for w, l in zip(chosen, rejected, strict=True)]                 # P(y_w > y_l)
     t.log("generator", t.mean({"unread": unread, "preference": targets}))
     paired, Q = arguments.select(chosen + rejected), len(chosen)
     yield from learn_from_pairs(t, "generator", paired, list(range(Q)), list(range(Q, 2 * Q)),
-                                t.logprobs("opponent", paired), targets=targets, sft_coef=args.sft_coef)
+                                t.logprobs("opponent", paired), targets=targets, sft_coef=SFT_COEF)
     return verifications, shown
 
 

@@ -18,8 +18,6 @@ Departures:
 """
 from dataclasses import replace
 
-import torch
-
 from nanochat.cli import SHARE, at_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
@@ -75,7 +73,7 @@ def play(t: Play):
     solutions.columns = {"outcome": outcomes, "key": [problem.answer for problem in solutions.problems()]}
     log_rewards(t, "generator", solutions, rewards)
     t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [r is None for r in rewards]}))
-    if t.reduce(torch.tensor(len(solutions), device=t.device)):  # something passed, on some rank
+    if t.total(len(solutions)):  # something passed, on some rank
         yield Update("generator", [(solutions, t.advantages(solutions, rewards))])
 
 

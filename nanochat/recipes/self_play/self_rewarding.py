@@ -14,9 +14,7 @@ Departures:
 1. The judge writes a verification as its SFT has taught it, not a score from 0 to 5. --points says what that is worth.
 2. The problems are the task's. In the paper a fixed model makes new ones from examples.
 3. Each update has fresh solutions and judgments of M_t. The paper makes one set of pairs per iteration.
-4. Solutions and judgments are sampled at temperature 1, as all else here. The paper has 0.7 and top-p 0.9.
-5. A judgment that cannot be read is left out of the mean. A solution without any is in no pair.
-6. AdamW at a constant --lr, not 1e-6 decaying to 1e-7: the models here are tiny.
+4. A judgment that cannot be read is left out of the mean. A solution without any is in no pair.
 """
 from nanochat.cli import at_least
 from nanochat.rl.learn.roles import RoleSpec

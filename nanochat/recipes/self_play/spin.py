@@ -13,7 +13,6 @@ Departures:
    through it several times, and from the second iteration on adds the set before.
 2. --num-samples y' for each y, each a pair of its own. The paper has one (--num-samples 1).
 3. An iteration has 50 updates, not thousands; beta stays 0.1, where the authors' code takes 5 in the last iteration.
-4. AdamW at a constant --lr, not RMSprop at 5e-7 and later 1e-7 with a linear decay: the models here are tiny.
 """
 import random
 

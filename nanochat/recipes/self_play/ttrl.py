@@ -17,7 +17,6 @@ Departures:
    simplified texts and rewards what its grader takes for equal to the label.
 3. One optimizer step per batch; the released script takes one for each of its 8 problems. It averages over tokens
    (--aggregation token).
-4. A constant --lr, not a cosine from 5e-7, and temperature 1, which the paper has for some models (else 0.6).
 """
 from nanochat.cli import at_least
 from nanochat.common import BadInput

@@ -14,8 +14,6 @@ Departures:
 """
 from functools import partial
 
-import torch
-
 from nanochat.cli import above, at_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.observe import log_rewards, verification_columns
@@ -64,5 +62,5 @@ def play(t: Play):
     rollouts.columns = verification_columns(verifications)
     log_rewards(t, "verifier", rollouts, agree)
     kept = rollouts.select([n for n, is_kept in enumerate(agree) if is_kept])              # consensus filtering
-    t.log("verifier", {"kept": t.reduce(torch.tensor(len(kept), device=t.device)).item()})
+    t.log("verifier", {"kept": t.total(len(kept))})
     yield from learn_likelihood(t, "verifier", kept)

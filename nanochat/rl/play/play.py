@@ -348,6 +348,10 @@ class Play:
         """The sum or max over ranks, in place."""
         return all_reduce(tensor, op)
 
+    def total(self, num: int) -> int:
+        """The sum of a number over ranks."""
+        return int(self.reduce(torch.tensor(num, device=self.device)))
+
     def gather(self, rows: list) -> list:
         """Rows (json values) of all ranks, which dealt them out in turn, back in the order of the whole."""
         self.check_stop()
