@@ -172,18 +172,8 @@ def test_a_group_gives_as_many_pairs_as_use_no_rollout_twice():
         assert right_and_wrong(outcomes, [0] * len(outcomes)) == ([], [])
 
 
-@pytest.mark.parametrize("u, pull", [
-    (0.0, 0.05),                      # beta / 2 where the pair is not told apart
-    (math.log(3), 0.025),             # sigma(-log 3) = 1 / (1 + 3)
-    (-math.log(3), 0.075),            # 1 / (1 + 1/3)
-    (800.0, 0.0), (-800.0, 0.1)])     # nothing where it is ranked rightly by far, beta where wrongly: no overflow
-def test_a_pair_pulls_by_beta_sigma_of_minus_u(u, pull):
-    u, one = torch.tensor([u], dtype=torch.float64), torch.ones(1)
-    assert pair_coefficients(u, one, [1], [0], 3, 0.1, one).tolist() == pytest.approx([-pull, pull, 0.0])
-
-
 def test_coefficients_of_a_rollout_in_several_pairs_add_up():
-    # Pulls 0.05, 2 * 0.025, 0.05: rollout 0 is chosen twice, 2 rejected twice, 1 once each.
+    """Pulls beta sigma(-u): 0.05, 2 * 0.025, 0.05. Rollout 0 is chosen twice, 2 rejected twice, 1 once each."""
     u, weights = torch.tensor([0.0, math.log(3), 0.0]), torch.tensor([1.0, 2.0, 1.0])
     found = pair_coefficients(u, weights, [0, 0, 1], [1, 2, 2], 3, 0.1, torch.ones(3))
     assert found.tolist() == pytest.approx([0.05 + 0.05, -0.05 + 0.05, -0.05 - 0.05], abs=1e-8)

@@ -91,17 +91,15 @@ def test_right_solutions_become_likelier_by_the_mean_over_their_tokens(base):
     assert_close({name: grads[1][name] - grads[0][name] for name in expected}, expected, 1e-4)
 
 
-def test_without_a_right_solution_there_is_no_bonus():
+def test_without_a_right_solution_there_is_no_bonus_and_without_an_outcome_no_update(base):
+    t = random_play("ppo")
+    t.task.check = lambda problem, text: None
+    assert list(ppo.play(t)) == [] and t.metrics["gen/unscorable"] == 1
     assert ppo.likelihood_bonus(torch.zeros(2), torch.tensor([3.0, 5.0]), 0.1, alone).tolist() == [0, 0]
     # 2 of 8 tokens are right: 0.1 * 8 / 2
     assert ppo.likelihood_bonus(torch.tensor([0.0, 1]), torch.tensor([6.0, 2]), 0.1, alone).tolist() == (
         pytest.approx([0, 0.4]))
 
-
-def test_without_a_solution_that_can_be_scored_nobody_learns(base):
-    t = random_play("ppo")
-    t.task.check = lambda problem, text: None
-    assert list(ppo.play(t)) == [] and t.metrics["gen/unscorable"] == 1
 
 
 def test_explained_variance_by_hand():

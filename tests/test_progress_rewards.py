@@ -10,11 +10,6 @@ TEXTS = ["1+1:2;2+1:0;=20", "1+1:2;2+1:1;=21", "=2"]
 LONG_FIRST = ["1+1:2;2+1:0;0+0:0;=200", "1+1:2;2+1:1;=21", "1+1:2;2+1:0;=20"]
 
 
-def play_of(*flags: str):
-    """A step of random models; see test_dpo."""
-    return random_play("progress_rewards", *flags)
-
-
 def measured(t, worth, texts=TEXTS):
     """The step values of solutions where a continuation is right as worth(text of the prefix, number of it) says, and
     the prefixes that were asked for."""
@@ -47,7 +42,7 @@ def half_of_good(begun: str, number: int) -> bool | None:
     ("math_shepherd", [], [[1.0, 1.0], [1.0, 0.0], []]), ("math_shepherd_soft", [], [[0.5, 1.0], [0.5, 0.0], []]),
     ("rpe", [], [[1.0, 1.0], [1.0, 0.0], []])])
 def test_step_values_by_hand(base, method, flags, expected):
-    t = play_of("--step-values", method, "--continuations", "4", *flags)
+    t = random_play("progress_rewards", "--step-values", method, "--continuations", "4", *flags)
     found, asked = measured(t, half_of_good)
     assert [pytest.approx(row) for row in expected] == found
     assert len(asked) == len(set(asked))  # the second solution's first step is the first one's
@@ -56,15 +51,15 @@ def test_step_values_by_hand(base, method, flags, expected):
 
 
 def test_a_solution_abstains_where_a_prefix_cannot_be_scored_or_it_is_too_long(base):
-    t = play_of("--continuations", "4", "--best-of", "2")
+    t = random_play("progress_rewards", "--continuations", "4", "--best-of", "2")
     found, _ = measured(t, lambda begun, number: None if begun == "1+1:2;2+1:1;" and number > 0 else True)
     assert found == [[0.0, 0.0], None, []]
-    t = play_of("--most-steps", "1")
+    t = random_play("progress_rewards", "--most-steps", "1")
     assert measured(t, lambda begun, number: True)[0] == [None, None, []]
 
 
 def test_a_solution_that_is_too_long_leaves_the_others_their_own_prefixes(base):
-    t = play_of("--continuations", "4", "--best-of", "1", "--most-steps", "2")
+    t = random_play("progress_rewards", "--continuations", "4", "--best-of", "1", "--most-steps", "2")
     found, asked = measured(t, half_of_good, LONG_FIRST)
     assert found == [None, [0.25, -0.5], [0.25, 0.5]]
     assert sorted(asked) == ["", "1+1:2;", "1+1:2;2+1:0;", "1+1:2;2+1:1;"]
@@ -84,6 +79,7 @@ def test_values_stand_at_the_steps_ends_as_they_are():
 def test_with_alpha_0_the_outcomes_alone_reward(base):
     found = []
     for flags in (["--alpha", "0"], ["--alpha", "0", "--step-values", "math_shepherd"], ["--alpha", "5"]):
-        update, = progress_rewards.play(play_of("--continuations", "2", "--best-of", "1", *flags))
+        t = random_play("progress_rewards", "--continuations", "2", "--best-of", "1", *flags)
+        update, = progress_rewards.play(t)
         found.append(update.parts[0][1])
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2]) and found[0].any()

@@ -20,11 +20,7 @@ def test_a_vote_earns_1_for_the_majority_answer():
             ([None, None, None, "1"], "1", [0, 0, 0, 1]),    # what cannot be read has no vote, however much there is
             ([None] * 4, None, [0, 0, 0, 0])):               # no label: nothing agrees with nothing
         assert pseudo_labels(answers, 4) == [label] and majority_rewards(answers, [label]) == rewards
-
-
-def test_each_problem_has_its_own_label():
-    # As one list, "1" would have 3 votes of 6.
-    answers = ["1", "2", "2", "1", "1", None]
+    answers = ["1", "2", "2", "1", "1", None]  # of two problems; as one list, "1" would have 3 votes of 6
     assert pseudo_labels(answers, 3) == ["2", "1"]
     assert majority_rewards(answers, ["2", "1"]) == [0, 1, 1, 1, 1, 0]
     assert pseudo_labels([], 3) == [] and majority_rewards([], []) == []
