@@ -82,8 +82,7 @@ def dynamic_sampling(t: Play) -> Rollouts:
         outcomes = solutions.columns["outcome"] = t.check(solutions)
         groups = [outcomes[n: n + G] for n in range(0, len(solutions), G)]
         found = t.gather([KINDS[True in group, False in group] for group in groups])  # of all ranks
-        wanted = P - kinds.count("mixed")
-        first = [i for i, kind in enumerate(found) if kind == "mixed"][:wanted]
+        first = [i for i, kind in enumerate(found) if kind == "mixed"][: P - kinds.count("mixed")]
         mine = {i // t.run.world for i in first if i % t.run.world == t.run.rank}
         kept.append(solutions.select([n for n, outcome in enumerate(outcomes)
                                       if n // G in mine and outcome is not None]))

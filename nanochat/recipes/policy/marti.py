@@ -134,9 +134,8 @@ def play(t: Play):
         Qs = means_before(earned, len(first), team_size(t.args))
         rewards = [shaped(R, Q, t.args.alpha, t.args.shaping) for R, Q in zip(turn.rewards, Qs, strict=True)]
         # All texts of a turn at a problem are one group, although later ones have prompts of their own.
-        advantages = t.advantages(turn.rollouts, rewards, groups=first.group_id)
+        parts.append((turn.rollouts, t.advantages(turn.rollouts, rewards, groups=first.group_id)))
         turn.rollouts.columns = {"outcome": turn.rewards, "shaped_reward": rewards}
-        parts.append((turn.rollouts, advantages))
         earned.append(turn.rewards)
         t.log("generator", t.mean({f"{turn.name}/accuracy": turn.rewards, f"{turn.name}/shaped_reward": rewards,
                                    f"{turn.name}/mean_length": turn.rollouts.lengths.tolist()}))

@@ -62,8 +62,7 @@ def check(args, task) -> None:
 
 
 def updates(args) -> dict[str, int]:
-    return {"generator": args.num_steps,
-            "rm": args.rm_pretrain + (args.num_steps if args.rm_update == "pairs" else 0)}
+    return {"generator": args.num_steps, "rm": args.rm_pretrain + (args.num_steps if args.rm_update == "pairs" else 0)}
 
 
 def draws(args) -> dict[str, Draw]:
@@ -140,8 +139,7 @@ def learn_pairs(t: Play, solutions: Rollouts):
     log_margins(t, "rm", s[:Q] - s[Q:])
     t.log("rm", t.mean({"has_pair": [1.0] * Q + [0.0] * (len(solutions.prompts) - Q)}))
     coefficients = pair_coefficients(s, list(range(Q)), list(range(Q, 2 * Q)))                 # +-sigma(-(s+ - s-))
-    parts = verdict_parts(t, pairs, coefficients[:, None] * end_mask(pairs, []))
-    yield from learn_verdicts(t, "rm", (parts, Q))
+    yield from learn_verdicts(t, "rm", (verdict_parts(t, pairs, coefficients[:, None] * end_mask(pairs, [])), Q))
 
 
 def pairs_of(t: Play, solutions: Rollouts) -> tuple[list[int], list[str]]:

@@ -17,8 +17,7 @@ from nanochat.cli import at_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.verify.judge_evals import add_judged_args, judged_draws, scores_as_judge
-from nanochat.rl.verify.labelled import (add_label_args, as_rollouts, check_outcomes, labelled_draw,
-                                         labelled_of_step)
+from nanochat.rl.verify.labelled import add_label_args, as_rollouts, check_outcomes, labelled_draw, labelled_of_step
 from nanochat.rl.verify.log_odds import (LOSSES, PLACES, learn_verdicts, likelihood_parts, log_judgments, log_odds,
                                          verdict_parts)
 

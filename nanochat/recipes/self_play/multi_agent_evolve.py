@@ -126,8 +126,7 @@ def rewarded(t: Play, proposals: Proposals) -> tuple[list[float | None], list[in
     """What each proposal earns, and the places of those that are kept."""
     n, by_accuracy = t.args.num_attempts, BY_ACCURACY.get(t.args.proposer_reward)
     attempts = t.solve("attempts", [problem for problem in proposals.problems if problem], n)
-    verifications = t.read_verifications(t.verify("attempt_scores", attempts))
-    scores = [judge_score(v) for v in verifications]
+    scores = [judge_score(v) for v in t.read_verifications(t.verify("attempt_scores", attempts))]
     by_problem = [scores[i: i + n] for i in range(0, len(scores), n)]
     shares = accuracies(t.check(attempts), n)
     kept = [place for place, row in zip(proposals.valid, by_problem, strict=True)

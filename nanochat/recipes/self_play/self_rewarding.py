@@ -90,8 +90,7 @@ def play(t: Play):
 
 def log_judgments(t: Play, judgments: list[Judgment], solutions, chosen: list[int], rejected: list[int]) -> None:
     """Logs how far the judge is right by the gold answers, which it does not see, and how many groups have no pair."""
-    G, outcomes = t.args.num_samples, solutions.columns["outcome"]
-    scores = judge_scores(t, judgments, solutions, G)
+    outcomes, scores = solutions.columns["outcome"], judge_scores(t, judgments, solutions, t.args.num_samples)
     t.log("snapshot", {f"verdicts/{name}": value for name, value in scores.items()})
     told = [(outcomes[w], outcomes[l]) for w, l in zip(chosen, rejected, strict=True)]
     has_pair = {solutions.group_id[w].item() for w in chosen}

@@ -1,12 +1,11 @@
 """SPIN (Chen et al. 2024): tell the SFT demonstrations from what the last iteration's model writes. arXiv 2401.01335.
 
 An iteration begins with a snapshot of the generator, the opponent. For each problem of the SFT split and its
-demonstration y the opponent writes y', and the generator takes a step on -log sigma(u) with
-u = beta * [(log pi(y) - log opp(y)) - (log pi(y') - log opp(y'))] (eq. 4.7, where beta is lambda): DPO's loss with the
-demonstration chosen and the opponent as reference. No reward and no gold answer is used; the game ends where the
-opponent writes as the demonstrations do. So SPIN learns what they show, right or wrong: those of the chain task carry
-misconceptions, unless --chain-wrongness 0 is given. --advantage, --loss, --aggregation, --kl-coef and --entropy-coef
-have no say.
+demonstration y the opponent writes y', and the generator takes a step on -log sigma(u) with u = beta * [(log pi(y) -
+log opp(y)) - (log pi(y') - log opp(y'))] (eq. 4.7, where beta is lambda): DPO's loss with the demonstration chosen and
+the opponent as reference. No reward and no gold answer is used; the game ends where the opponent writes as the
+demonstrations do. So SPIN learns what they show, right or wrong: those of the chain task carry misconceptions, unless
+--chain-wrongness 0 is given. --advantage, --loss, --aggregation, --kl-coef and --entropy-coef have no say.
 
 Departures:
 1. Fresh demonstrations and samples for every step of an iteration. The paper makes one set of pairs per iteration, goes

@@ -43,8 +43,7 @@ def log_hidden(t: Play, solutions: Rollouts, verifications: list[Verification]) 
 def observe_verifier(t: Play, solutions: Rollouts, rollouts: Rollouts, verifications: list[Verification],
                      outcomes: list[bool], rewards: list[float | None]) -> None:
     """Logs a step of the verifier: its rewards by part, and how right it is on average."""
-    G = t.args.num_samples
-    judged = solutions.select([n for n in range(len(solutions)) for _ in range(G)])
+    judged = solutions.select([n for n in range(len(solutions)) for _ in range(t.args.num_samples)])
     rollouts.columns = {"outcome": outcomes} | verification_columns(verifications)
     scores = gathered_verdict_scores(t, judged, outcomes, verifications)
     parts = {"verdict": [v.verdict == outcome for v, outcome in zip(verifications, outcomes, strict=True)],

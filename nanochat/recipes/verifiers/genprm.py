@@ -53,8 +53,7 @@ def agrees(verification: Verification, row: Labelled, bar: float) -> bool:
 
 def play(t: Play):
     rows, G = labelled_of_step(t), t.args.num_samples
-    solutions = as_rollouts(t, "verifier", rows)
-    rollouts = t.verify("analyses", solutions, copies=[row.copy for row in rows])
+    rollouts = t.verify("analyses", as_rollouts(t, "verifier", rows), copies=[row.copy for row in rows])
     verifications = t.read_verifications(rollouts)
     agree = [agrees(v, rows[n // G], t.args.label_bar) for n, v in enumerate(verifications)]
     unread = [v.usable_steps is None or v.verdict is None for v in verifications]
