@@ -152,6 +152,12 @@ def assert_close(a: dict, b: dict, tolerance: float) -> None:
         assert (a[name] - b[name]).abs().max() <= tolerance * scale, name
 
 
+def assert_learns(t: Play, update, loss: torch.Tensor, tolerance: float = 1e-5) -> None:
+    """An update moves its role by the gradient of a loss."""
+    expected = gradient_of(loss, t.roles[update.role].model)
+    assert_close(moved_by(t, update, update.role), expected, tolerance)
+
+
 def of_one_and_two_ranks(share, folder) -> list[dict]:
     """What share(folder), a function of a test's module, keeps in the folder: alone, and as either of two ranks."""
     share(str(folder))
@@ -195,10 +201,9 @@ def test_the_update_takes_the_gradient_of_the_papers_loss(base):
     assert not rollouts.sampler_logprobs[rollouts.mask].isnan().any()  # the policy drew them
     generator = t.roles["generator"]
     loss = literal_loss(generator.model, generator.reference, rollouts, pairs, 0.3)
-    expected = gradient_of(loss, generator.model)
     assert t.metrics["gen/pair_loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert t.metrics["gen/num_pairs"] == len(pairs)
-    assert_close(moved_by(t, update), expected, 1e-5)
+    assert_learns(t, update, loss)
 
 
 def test_where_policy_and_reference_agree_the_loss_is_log_2(base):
@@ -245,9 +250,7 @@ def test_two_equal_completions_count_in_the_mean_and_pull_nothing(base):
     advantages = update.parts[0][1]
     assert not advantages[2:].any() and advantages[:2].any() and t.metrics["gen/frac_equal"] == 0.5
     generator = t.roles["generator"]
-    loss = literal_loss(generator.model, generator.reference, rollouts, [(0, 1), (2, 3)], 0.1)
-    expected = gradient_of(loss, generator.model)
-    assert_close(moved_by(t, update), expected, 1e-5)
+    assert_learns(t, update, literal_loss(generator.model, generator.reference, rollouts, [(0, 1), (2, 3)], 0.1))
 
 
 # Recipe, settings that do not go together, and how they are refused
