@@ -24,8 +24,8 @@ SHORT = ["--num-steps", "10", "--save-every", "4", "--eval-every", "4", "--eval-
          "16", "--kl-coef", "0.01"]
 MORE = {  # what is run beside every recipe's defaults
     "tango": (["--step-rewards", "verdicts", "--combine", "advantages", "--no-verify-distinct"],
-              ["--num-labelled", "6"], ["--schedule", "adaptive", "--balanced-acc-bar", "0.5"],
-              ["--verifier-head", "trunk"], ["--verifier-head", "prompt", "--verifier-updates", "summed"]),
+              ["--num-labelled", "6"], ["--verifier-head", "trunk"],
+              ["--verifier-head", "prompt", "--verifier-updates", "summed"]),
     "grpo": (["--updates-per-batch", "2", "--lr-schedule", "linear", "--entropy-coef", "0.01"],
              ["--advantage", "rloo", "--aggregation", "token"], ["--calculator"], ["--log-theory", "2"])}
 

@@ -7,10 +7,9 @@ form; no step label is used. Equations, sections and the algorithm are the paper
 Departures:
 1. Verifier batches can be balanced between right and wrong solutions (--verifier-balance) and hold past ones
    (--verifier-replay).
-2. The warm-up may end at a bar of balanced accuracy instead of a count (--schedule adaptive).
-3. alpha decays from 0.3 to 0.03, not from 0.1 to 0.001.
-4. Format reward: 1, less 0.25 per unmet criterion; class weights: sqrt(n / 2n_c), at most 4.
-5. Step rewards take the outcome into account (--step-rewards posterior), both rewards are added before normalising
+2. alpha decays from 0.3 to 0.03, not from 0.1 to 0.001.
+3. Format reward: 1, less 0.25 per unmet criterion; class weights: sqrt(n / 2n_c), at most 4.
+4. Step rewards take the outcome into account (--step-rewards posterior), both rewards are added before normalising
    (--combine rewards), and solutions of a problem that are alike share one verification (--verify-distinct). The
    paper's way is --step-rewards verdicts --combine advantages --no-verify-distinct.
 """
@@ -39,6 +38,86 @@ TABLE = PAIR_TABLE
 evaluate = scores_of_pair
 
 
+# Algorithm 1
+
+def play(t: Play, earn: str = "steps"):
+    """N_g generator steps, then N_v verifier steps, after a warm-up of the verifier alone."""
+    phase = begin_phase(t)
+    if phase == "generator":
+        yield from generator_turn(t, earn)
+    elif phase == "verifier" and t.args.verifier_updates == "summed":
+        yield from summed(t, earn)
+    else:
+        yield from verifier_step(t)
+
+
+def generator_turn(t: Play, earn: str):
+    """A generator step, whose solutions are kept for the verifier's steps to come."""
+    for update in generator_step(t, written, earn):
+        keep(t, update.parts[0][0])
+        yield update
+
+
+def generator_step(t: Play, judge, earn: str = "steps"):
+    """M solutions of each problem, what a judge says of them, and an update of the generator (section 2). earn: what
+    that adds to the outcome, a reward for the "steps" or for the final "verdict"."""
+    solutions = t.solve("solutions", t.problems())
+    rewards = t.rewards(solutions)                                                                             # eq. 2
+    judged = judge(t, solutions)
+    alpha = exponential_decay(t.args.alpha_start, t.args.alpha_end, t.progress("generator"))
+    # What the answer earns, and what the judge's word does: eq. 3 with --step-rewards verdicts.
+    sources = {"outcome": outcome_rewards(rewards, solutions.lengths), earn: EARN[earn](t, solutions, judged)}
+    # Both as advantages, weighed 1 - alpha to alpha: eq. 4 to 7 with --combine advantages.
+    advantages = COMBINE[t.args.combine](list(zip((1 - alpha, alpha), sources.values(), strict=True)),
+                                         solutions.group_id, solutions.tokens.shape[1], PRESETS[t.args.advantage],
+                                         t.reduce)
+    observe(t, "generator", solutions, rewards, advantages, sources)
+    observe_judged(t, solutions, judged, alpha)
+    yield Update("generator", [(solutions, advantages)])                                                       # eq. 1
+
+
+def verifier_step(t: Play):
+    """One solution of each problem, or past ones, a group of verifications of each, and an update (section 3)."""
+    solutions, outcomes, copies = solutions_to_judge(t)
+    rollouts = t.verify("verifications", solutions, copies=copies)
+    verifications = t.read_verifications(rollouts)
+    outcomes = [outcome for outcome in outcomes for _ in range(t.args.num_samples)]
+    rewards = [verdict_reward(v.verdict, outcome, v.unmet, t.args.gamma)                                       # eq. 8
+               for v, outcome in zip(verifications, outcomes, strict=True)]
+    advantages = t.advantages(rollouts, rewards)
+    if t.args.class_weights:                                                                                   # eq. 9
+        advantages = advantages * class_weights(t, outcomes)[:, None]
+    observe_verifier(t, solutions, rollouts, verifications, outcomes, rewards)
+    yield Update("verifier", [(rollouts, advantages)])
+
+
+def summed(t: Play, earn: str):
+    """The update of a generator step with the rollouts of a verifier step beside its own: each counts the same."""
+    *first, last = [*verifier_step(t), *generator_turn(t, earn)]
+    yield last._replace(parts=[part for update in (*first, last) for part in update.parts])
+
+
+# What a run is made of
+
+def updates(args) -> dict[str, int]:
+    phases = max(0, args.num_steps - 1) // args.generator_steps  # of the verifier: the run ends with a generator step
+    return {"generator": args.num_steps, "verifier": args.warmup_steps + phases * args.verifier_steps}
+
+
+def draws(args) -> dict[str, Draw]:
+    P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
+    verdict = Draw("verifier", P * G, 1, args.verifier_max_new_tokens, wrap=empty_verifier_prompt, quoted=limit)
+    return {"solutions": Draw("generator", P, G, limit, trained=True), "verdicts": verdict,
+            **verifier_draws(args, updates(args)["verifier"])}
+
+
+def verifier_draws(args, times: int | None = None) -> dict[str, Draw]:
+    P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
+    return {"judged": Draw("generator", P, 1, limit, times),
+            "verifications": Draw("verifier", P, G, args.verifier_max_new_tokens, times, trained=True,
+                                  wrap=empty_verifier_prompt, quoted=limit)}
+
+
 # Flags, in the groups that other recipes of the family take
 
 def add_args(group) -> None:
@@ -48,7 +127,7 @@ def add_args(group) -> None:
 
 def add_pair_args(group) -> None:
     add_schedule_args(group)
-    group.add_argument("--verifier-updates", default="interleaved", choices=list(VERIFIER_UPDATES),
+    group.add_argument("--verifier-updates", default="interleaved", choices=["interleaved", "summed"],
                        help="summed, for --verifier-head prompt: a verifier step is no update of its own, its loss is "
                        "added to that of the next generator step")
     add_alpha_args(group)
@@ -100,76 +179,3 @@ def check_alpha(args, task) -> None:
     if args.alpha_start > 0 and args.alpha_end == 0:
         raise BadInput("--alpha-end 0: an exponential decay never gets there; give a small number, or --alpha-start "
                        "0 for no step rewards")
-
-
-def updates(args) -> dict[str, int]:
-    phases = max(0, args.num_steps - 1) // args.generator_steps  # of the verifier: the run ends with a generator step
-    return {"generator": args.num_steps, "verifier": args.warmup_steps + phases * args.verifier_steps}
-
-
-def draws(args) -> dict[str, Draw]:
-    P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
-    verdict = Draw("verifier", P * G, 1, args.verifier_max_new_tokens, wrap=empty_verifier_prompt, quoted=limit)
-    return {"solutions": Draw("generator", P, G, limit, trained=True), "verdicts": verdict,
-            **verifier_draws(args, updates(args)["verifier"])}
-
-
-def verifier_draws(args, times: int | None = None) -> dict[str, Draw]:
-    P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
-    return {"judged": Draw("generator", P, 1, limit, times),
-            "verifications": Draw("verifier", P, G, args.verifier_max_new_tokens, times, trained=True,
-                                  wrap=empty_verifier_prompt, quoted=limit)}
-
-
-# Algorithm 1
-
-def play(t: Play, earn: str = "steps"):
-    """N_g generator steps, then N_v verifier steps, after a warm-up of the verifier alone."""
-    steps = {"warmup": verifier_step, "verifier": VERIFIER_UPDATES[t.args.verifier_updates], "generator": generator}
-    yield from steps[begin_phase(t)](t, earn)
-
-
-def generator(t: Play, earn: str):
-    for update in generator_step(t, written, earn):
-        keep(t, update.parts[0][0])
-        yield update
-
-
-def generator_step(t: Play, judge, earn: str = "steps"):
-    """M solutions of each problem, what a judge says of them, and an update of the generator (section 2). earn: what
-    that adds to the outcome, a reward for the "steps" or for the final "verdict"."""
-    solutions = t.solve("solutions", t.problems())
-    rewards = t.rewards(solutions)                                                                             # eq. 2
-    judged = judge(t, solutions)
-    alpha = exponential_decay(t.args.alpha_start, t.args.alpha_end, t.progress("generator"))
-    sources = {"outcome": outcome_rewards(rewards, solutions.lengths), earn: EARN[earn](t, solutions, judged)} # eq. 3
-    weighted = list(zip((1 - alpha, alpha), sources.values(), strict=True))
-    advantages = COMBINE[t.args.combine](weighted, solutions.group_id, solutions.tokens.shape[1],
-                                         PRESETS[t.args.advantage], t.reduce)                                # eq. 4-7
-    observe(t, "generator", solutions, rewards, advantages, sources)
-    observe_judged(t, solutions, judged, alpha)
-    yield Update("generator", [(solutions, advantages)])                                                       # eq. 1
-
-
-def verifier_step(t: Play, earn: str = ""):
-    """One solution of each problem, or past ones, a group of verifications of each, and an update (section 3)."""
-    solutions, outcomes, copies = solutions_to_judge(t)
-    rollouts = t.verify("verifications", solutions, copies=copies)
-    verifications = t.read_verifications(rollouts)
-    outcomes = [outcome for outcome in outcomes for _ in range(t.args.num_samples)]
-    rewards = [verdict_reward(v.verdict, outcome, v.unmet, t.args.gamma)                                       # eq. 8
-               for v, outcome in zip(verifications, outcomes, strict=True)]
-    advantages = t.advantages(rollouts, rewards)
-    if t.args.class_weights:                                                                                   # eq. 9
-        advantages = advantages * class_weights(t, outcomes)[:, None]
-    observe_verifier(t, solutions, rollouts, verifications, outcomes, rewards)
-    yield Update("verifier", [(rollouts, advantages)])
-
-
-def summed(t: Play, earn: str):
-    """The update of a generator step with the rollouts of a verifier step beside its own: each counts the same."""
-    *first, last = [*verifier_step(t), *generator(t, earn)]
-    yield last._replace(parts=[part for update in (*first, last) for part in update.parts])
-
-
-VERIFIER_UPDATES = {"interleaved": verifier_step, "summed": summed}

@@ -1,47 +1,6 @@
 """
-Who moves next, and how alpha and the learning rate decay.
-
-A run is a verifier warm-up, then generator and verifier phases in turn. A schedule says whether the phase that is under
-way is over.
+How alpha and the learning rate decay.
 """
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class PhaseLengths:
-    """Optimizer steps of each phase: warm-up W, N_g generator steps, N_v verifier steps; `bar` is a balanced
-    accuracy."""
-    warmup: int
-    generator: int
-    verifier: int
-    bar: float = 1.0
-
-
-def fixed(phase: str, phase_steps: int, balanced_acc: float | None, lengths: PhaseLengths) -> bool:
-    """A phase is over after its number of steps (Tango algorithm 1)."""
-    return phase_steps >= getattr(lengths, phase)
-
-
-def adaptive(phase: str, phase_steps: int, balanced_acc: float | None, lengths: PhaseLengths) -> bool:
-    """As fixed, but a verifier's phase also ends, after one step at least, once its balanced accuracy (a moving
-    average) is at the bar."""
-    reached = phase != "generator" and phase_steps > 0 and balanced_acc is not None and balanced_acc >= lengths.bar
-    return reached or fixed(phase, phase_steps, balanced_acc, lengths)
-
-
-SCHEDULES = {"fixed": fixed, "adaptive": adaptive}
-FOLLOWS = {"warmup": "generator", "generator": "verifier", "verifier": "generator"}
-
-
-def next_phase(phase: str, phase_steps: int, balanced_acc: float | None, lengths: PhaseLengths,
-               schedule=fixed) -> tuple[str, int]:
-    """The phase of the next optimizer step and the steps already done in it; phases that are over at once are passed
-    by."""
-    for _ in FOLLOWS:
-        if not schedule(phase, phase_steps, balanced_acc, lengths):
-            return phase, phase_steps
-        phase, phase_steps = FOLLOWS[phase], 0
-    return ("generator", 0) if lengths.generator else ("verifier", 0)
 
 
 def exponential_decay(start: float, end: float, progress: float) -> float:
