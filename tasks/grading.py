@@ -24,9 +24,14 @@ from collections import Counter
 from fractions import Fraction
 from functools import lru_cache
 
+from nanochat.workers import NoReply, Workers
+from tasks import grading_worker
 from tasks.answers import (DECIMAL, EQUALS, MAX_ANSWER, NAME, RELATION, SYMBOL, Reading, boxed, extracted,
                            is_bracketed, parts, plain_number, read, spelled, tidy, unspaced)
-from tasks.grading_worker import WORKERS, Unscorable
+
+NUM_WORKERS = 2
+WORKERS = Workers(grading_worker, NUM_WORKERS, "NANOCHAT_GRADING_WORKERS")
+
 
 def compare(gold: Reading, answer: Reading) -> bool | None:
     """Whether the answer is the gold one as far as that can be told here, None where it takes math-verify. What it
@@ -79,8 +84,6 @@ ONLY_LIKE_GOLD = re.compile(
 PRIMED = re.compile(r"(?<=[A-Za-z}])'+")
 # what a gold has that is more than some values: of an interval, a region, a condition
 MORE_THAN_VALUES = re.compile(r"[(\[<>]|\\(?:le|ge|ne|cup|cap|setminus|infty|mid|mathbb)(?![a-z])")
-
-
 CAPITALS = re.compile(r"\\(?:Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Phi|Psi|Omega)(?![a-z])")
 
 
@@ -185,7 +188,7 @@ def grade(*, completion: str, gold: str, extract: tuple[str, ...] = ("boxed", "h
     try:
         verdicts = [verified(*apart(for_worker(gold_reading), for_worker(link))) if verdict is None else verdict
                     for link, verdict in zip(chain, verdicts, strict=True)]
-    except Unscorable:
+    except NoReply:
         return None
     return False if False in verdicts else None if None in verdicts else True
 
@@ -212,8 +215,8 @@ def readable(gold: str) -> bool:
     if is_ordinary(reading.body):
         return True
     try:
-        return parsable(gold=for_worker(reading))
-    except Unscorable:
+        return verified(for_worker(reading))
+    except NoReply:
         return False
 
 
@@ -261,12 +264,7 @@ def both_signs(text: str) -> str:
                     for above, below in ("+-", "-+"))
 
 
-@lru_cache(maxsize=10_000)  # an Unscorable is not kept
-def verified(gold: str, answer: str) -> bool | None:
-    """math-verify's word, None where it cannot parse the gold."""
-    return WORKERS.ask({"gold": gold, "answer": answer})
-
-
-@lru_cache(maxsize=10_000)
-def parsable(*, gold: str) -> bool:
-    return WORKERS.ask({"gold": gold})
+@lru_cache(maxsize=10_000)  # a NoReply is not kept
+def verified(gold: str, answer: str | None = None) -> bool | None:
+    """math-verify's word, None where it cannot parse the gold; without an answer, whether it can."""
+    return WORKERS.ask({"gold": gold, "answer": answer}, grading_worker.TIMEOUT)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from nanochat.workers import NoReply, Worker, Workers
 from tasks import grading, grading_worker
 from tasks.grading import compare, grade, is_ordinary, readable
 from tasks.answers import EXTRACTORS, MAX_ANSWER, read
-from tasks.grading_worker import Unscorable, Worker, Workers
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DATA = os.environ.get("NANOCHAT_DATA") or os.path.join(ROOT, "..", "shared", "data")
@@ -105,16 +105,16 @@ def box(answer: str) -> str:
 
 @pytest.fixture
 def no_worker(monkeypatch):
-    def ask(request):
+    def ask(request, timeout):
         raise AssertionError(f"a worker was asked {request}")
-    monkeypatch.setattr(grading_worker.WORKERS, "ask", ask)
+    monkeypatch.setattr(grading.WORKERS, "ask", ask)
 
 
 @pytest.fixture
 def fresh(monkeypatch):
     """A pool of one worker, with nothing remembered."""
     monkeypatch.setenv("NANOCHAT_GRADING_WORKERS", "1")
-    workers = Workers()
+    workers = Workers(grading_worker, 2, grading.WORKERS.setting)
     monkeypatch.setattr(grading, "WORKERS", workers)
     grading.verified.cache_clear()
     yield workers
@@ -288,9 +288,9 @@ def test_a_worker_that_dies_at_work_gives_none_and_the_next_answer_is_right(fres
 def test_a_worker_out_of_memory_gives_none_long_before_its_time(monkeypatch):
     monkeypatch.setattr(grading_worker, "MEMORY", 400 << 20)
     monkeypatch.setattr(grading_worker, "TIMEOUT", 60)
-    worker, start = Worker(), time.monotonic()
-    with pytest.raises(Unscorable):
-        worker.ask({"gold": "x+1", "answer": "(x+1)^{10^5}-y"})
+    worker, start = Worker(grading_worker), time.monotonic()
+    with pytest.raises(NoReply):
+        worker.ask({"gold": "x+1", "answer": "(x+1)^{10^5}-y"}, grading_worker.TIMEOUT)
     assert time.monotonic() - start < 30
     assert worker.process.wait(10) not in (None, 0, -signal.SIGALRM)  # by itself
     worker.kill()
@@ -307,7 +307,7 @@ def test_a_worker_that_has_grown_is_replaced(fresh, monkeypatch):
 
 
 def test_eight_threads_share_the_workers(monkeypatch):
-    workers = Workers()
+    workers = Workers(grading_worker, grading.NUM_WORKERS)
     monkeypatch.setattr(grading, "WORKERS", workers)
     grading.verified.cache_clear()
     jobs = [(f"x+{k}", f"{k + k % 2}+x", k % 2 == 0) for k in range(1, 101)]
@@ -315,22 +315,22 @@ def test_eight_threads_share_the_workers(monkeypatch):
         assert (list(pool.map(lambda job: grade(completion=box(job[1]), gold=job[0]), jobs))
                 == [expected for *_, expected in jobs])
     assert (1 <= sum(worker is not None for worker in workers.slots.queue)
-            <= workers.slots.qsize() == grading_worker.NUM_WORKERS)
+            <= workers.slots.qsize() == grading.NUM_WORKERS)
     workers.close()
 
 
 def test_importing_and_plain_answers_start_and_load_nothing():
-    code = (ALONE + "import subprocess\nfrom tasks import grading, grading_worker\nsubprocess.Popen = None\n"
+    code = (ALONE + "import subprocess\nfrom tasks import grading\nsubprocess.Popen = None\n"
             "for gold, answer in (('18', '18.0'), ('1/2', '0.5'), ('\\\\text{Dana}', 'Evelyn'), "
             "('5', '6'), ('\\\\sqrt{2}', '\\\\sqrt 2')):\n"
             "    grading.grade(completion='\\\\boxed{' + answer + '}', gold=gold), grading.readable(gold)\n"
-            "print(grading_worker.WORKERS.slots, "
+            "print(grading.WORKERS.slots, "
             "[name for name in ('sympy', 'math_verify', 'torch') if name in sys.modules])")
     assert run_python(code).communicate(timeout=60)[0] == "None []\n"
 
 
 def test_a_worker_loads_no_torch():
-    worker = Worker()
+    worker = Worker(grading_worker)
     maps = open(f"/proc/{worker.process.pid}/maps").read()
     worker.kill()
     assert "libtorch" not in maps and "python" in maps
@@ -348,7 +348,7 @@ from tasks import grading, grading_worker
 signal.signal(signal.SIGTERM, lambda *_: None); signal.signal(signal.SIGINT, lambda *_: None)
 grading_worker.TIMEOUT = 2
 print(grading.grade(completion="\\\\boxed{1+x}", gold="x+1"), flush=True)
-worker = grading_worker.WORKERS.slots.get(); grading_worker.WORKERS.slots.put(worker)
+worker = grading.WORKERS.slots.get(); grading.WORKERS.slots.put(worker)
 print(worker.process.pid, flush=True)
 """
 
@@ -372,7 +372,8 @@ def test_a_signal_to_the_process_group_leaves_workers_alive_and_the_end_of_their
 
 
 def test_a_busy_worker_vanishes_after_its_parent():
-    work = "worker.process.stdin.write(b'{\"gold\": \"x+1\", \"answer\": \"9^{9^{9^9}}\"}\\n'); "
+    work = ("worker.process.stdin.write(b'{\"gold\": \"x+1\", \"answer\": \"9^{9^{9^9}}\"}\\n'); "
+            "worker.process.stdin.flush(); ")
     trainer = run_python(TRAINER + work + "print('now', flush=True)\nsys.stdin.readline()", stdin=subprocess.PIPE)
     assert trainer.stdout.readline() == "True\n"
     pid = int(trainer.stdout.readline())
@@ -388,15 +389,15 @@ def test_a_busy_worker_vanishes_after_its_parent():
 def test_a_forked_child_has_workers_of_its_own():
     """Even when a thread of its parent was in the middle of an answer with each."""
     code = TRAINER + r"""
-held = [grading_worker.WORKERS.slots.get() for _ in range(2)]
+held = [grading.WORKERS.slots.get() for _ in range(2)]
 if os.fork() == 0:
     print(grading.grade(completion="\\boxed{2+x}", gold="x+2"), flush=True)
-    other = grading_worker.WORKERS.slots.get()
+    other = grading.WORKERS.slots.get()
     print(other.process.pid != worker.process.pid, flush=True)
     other.kill()
     os._exit(0)
 os.wait()
-for one in held: grading_worker.WORKERS.slots.put(one)
+for one in held: grading.WORKERS.slots.put(one)
 print(grading.grade(completion="\\boxed{3+x}", gold="x+3"), worker.is_alive())"""
     trainer = run_python(code, start_new_session=True)
     try:

@@ -615,11 +615,11 @@ def test_bad_templates_are_refused_in_one_line(tmp_path):
 @pytest.fixture
 def small_worker(monkeypatch):
     """A process for templates with little time and memory, for this test alone."""
-    monkeypatch.setattr(template_worker, "SECONDS", 0.5)
+    monkeypatch.setattr(template_worker, "TIMEOUT", 0.5)
     monkeypatch.setattr(template_worker, "MEMORY", 1 << 28)
-    chat_template.WORKER.end()
+    chat_template.WORKERS.close()
     yield
-    chat_template.WORKER.end()
+    chat_template.WORKERS.close()
 
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}" \
@@ -651,8 +651,8 @@ def test_a_template_that_waits_for_a_message_before_it_takes_them_is_refused_too
 
 def test_the_process_that_renders_loads_no_torch_and_ends_with_its_parent(tmp_path):
     code = ("from nanochat.hf import chat_template as c; c.ChatTemplate('a', 'path', {}); "
-            "maps = open(f'/proc/{c.WORKER.process.pid}/maps').read(); "
-            "print(c.WORKER.process.pid, 'torch' in maps, flush=True); import os, signal; os.kill(os.getpid(), 9)")
+            "worker = c.WORKERS.slots.get(); maps = open(f'/proc/{worker.process.pid}/maps').read(); "
+            "print(worker.process.pid, 'torch' in maps, flush=True); import os, signal; os.kill(os.getpid(), 9)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     pid, has_torch = done.stdout.split()
     assert done.returncode == -9 and has_torch == "False"

@@ -338,8 +338,7 @@ def test_graders_do_not_count_the_trainers_memory_as_theirs():
     """A process of 800 MB whose answers need math-verify: one worker serves them all."""
     code = """
 held = bytearray(b"1") * (800 << 20)
-from tasks.grading import grade
-from tasks.grading_worker import WORKERS
+from tasks.grading import WORKERS, grade
 for k in range(2, 6):
     assert grade(completion=f"\\\\boxed{{{k}(x+1)}}", gold=f"{k}x+{k}") is True, k
     worker, = [slot for slot in list(WORKERS.slots.queue) if slot is not None]
