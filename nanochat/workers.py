@@ -2,7 +2,8 @@
 Processes for what a stranger's text may make loop for ever or fill the memory: only a process can be stopped.
 
 A worker is a file of the project started by path, so that neither torch nor any other file is loaded in it. It writes
-"ready", then reads a JSON request a line on stdin and writes a JSON reply a line on stdout. It ends when its stdin does.
+"ready", then reads a JSON request a line on stdin and writes a JSON reply a line on stdout. It ends when its stdin
+does.
 """
 import atexit
 import contextlib

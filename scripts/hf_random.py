@@ -16,10 +16,9 @@ import torch
 from nanochat.cli import at_least, script_main
 from nanochat.common import BadInput, print0
 from nanochat.hf.decoder import Decoder
-from nanochat.hf.files import DTYPES, write_model
+from nanochat.hf.files import DTYPES, new_folder, write_model
 from nanochat.hf.shapes import SHAPES, shape_of
 from nanochat.hf.tokenizer import HFTokenizer
-from nanochat.storage.files import check_writable
 from nanochat.weights import allocate
 
 QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501
@@ -71,7 +70,7 @@ def make_tokenizer(files: list[str], vocab_size: int) -> HFTokenizer:
 
 
 def main(args) -> None:
-    folder, config = os.path.expanduser(args.to), shape_of(args.shape)
+    config = shape_of(args.shape)
     changes = {"n_layer": args.n_layer, "vocab_size": args.vocab_size, "sequence_len": args.sequence_len}
     if args.n_embd:
         if args.n_embd % 32:
@@ -82,9 +81,7 @@ def main(args) -> None:
     missing = [path for path in args.texts if not os.path.isfile(path)]
     if missing:
         raise BadInput(f"--texts {missing[0]}: no such file")
-    if not folder or os.path.exists(folder):
-        raise BadInput(f"--to {args.to}: {'exists already' if folder else 'is empty'}")
-    check_writable(folder)
+    folder = new_folder("--to", args.to)
     tokenizer = make_tokenizer(args.texts, config.vocab_size)
     model = allocate(Decoder, config, torch.float32, "cpu", DTYPES[args.dtype])
     model.init_weights(torch.Generator().manual_seed(args.seed), args.std)

@@ -669,22 +669,21 @@ def test_the_process_that_renders_loads_no_torch_and_ends_with_its_parent(tmp_pa
 def test_damaged_files_are_refused_by_name(folders, tmp_path):
     config = "tokenizer_config.json"
     for k, (name, content, message) in enumerate([
-            ("tokenizer.json", "", "tokenizer.json is not a tokenizer"), ("tokenizer.json", "{}", "is not a tokenizer"),
-            ("tokenizer.json", b"\xff", "no text"), ("tokenizer.json", '{"version": "1.0"', "is not a tokenizer"),
-            (config, "{", f"{config} is damaged"), (config, "[]", "expected an object, found list"),
-            (config, "[" * 100000, "damaged"), (config, "{}", "no eos_token"),
-            (config, '{"eos_token": "<none>"}', "'<none>', which tokenizer.json lacks"),
-            (config, '{"eos_token": "<s>", "chat_template": 3}', "chat_template is neither"),
+            ("tokenizer.json", "", "tokenizer.json: is not a tokenizer"), ("tokenizer.json", "{}", "is not a tokenizer"),
+            ("tokenizer.json", b"\xff", "is no text"), ("tokenizer.json", '{"version": "1.0"', "is not a tokenizer"),
+            (config, "{", f"{config}: is no json"), (config, "[]", f"{config}: something in it is"),
+            (config, "[" * 100000, "maximum recursion depth"), (config, "{}", "no eos_token"),
+            (config, '{"eos_token": "<none>"}', "'<none>' is missing"),
+            (config, '{"eos_token": "<s>", "chat_template": 3}', "the chat template is broken"),
             (config, '{"eos_token": "<s>", "chat_template": [{"name": "rag", "template": ""}]}',
-             "neither text nor a list in which"),
-            (config, '{"added_tokens_decoder": 3}', "damaged special tokens"),
-            (config, '{"eos_token": ["<s>"]}', "damaged special"),
-            (config, '{"eos_token": {"text": "<s>"}}', "damaged special"),
+             "'default' is missing"),
+            (config, '{"added_tokens_decoder": 3}', "something in it is"),
+            (config, '{"eos_token": {"text": "<s>"}}', "'content' is missing"),
             ("generation_config.json", '{"eos_token_id": "a"}', "'a' is no token's id"),
             ("generation_config.json", '{"eos_token_id": [1, 99999]}', "99999 is no token's id"),
             ("generation_config.json", '{"eos_token_id": true}', "True is no"),
-            ("generation_config.json", "null", "found NoneType"),
-            ("chat_template.jinja", b"\xff", "chat_template.jinja is no text")]):
+            ("generation_config.json", "null", "generation_config.json: something in it is"),
+            ("chat_template.jinja", b"\xff", "chat_template.jinja: is no text")]):
         copy = tmp_path / str(k)
         shutil.copytree(folders["llama2"], copy)
         (copy / name).write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -12,7 +12,7 @@ import urllib.parse
 import urllib.request
 
 from nanochat.cli import check_name
-from nanochat.common import BadInput, CannotWrite, print0
+from nanochat.common import BadInput, CannotWrite, one_line, print0
 
 
 HUB_SECONDS = 5.0  # until a hub that does not answer is taken for not there
@@ -109,6 +109,37 @@ def write_json(path: str, record: dict) -> None:
     with whole_file(path) as f:
         json.dump(record, f, indent=2)
         f.write("\n")
+
+
+@contextlib.contextmanager
+def reading(where: str):
+    """Around all that reads a file, or a row of one. Raises BadInput, which begins with `where`, where it cannot be
+    read or does not hold what it should."""
+    try:
+        yield
+    except BadInput:  # said already
+        raise
+    except OSError as error:
+        raise BadInput(f"{where}: {error.strerror or error}") from None
+    except KeyError as error:
+        raise BadInput(f"{where}: {error} is missing") from None
+    except UnicodeDecodeError:
+        raise BadInput(f"{where}: is no text in UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{where}: is no json: {error}") from None
+    except (AttributeError, TypeError):
+        raise BadInput(f"{where}: something in it is empty or not of the type it should have") from None
+    except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
+        raise BadInput(f"{where}: {one_line(error)}") from None
+
+
+def read_json(path: str) -> dict:
+    """The object of a json file. Raises BadInput."""
+    with reading(path), open(path, encoding="utf-8") as f:
+        content = json.load(f)
+        if not isinstance(content, dict):
+            raise ValueError("holds no json object")
+    return content
 
 
 def read_records(path: str) -> list[tuple[str, dict]]:
