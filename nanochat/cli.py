@@ -86,6 +86,17 @@ def script_main(main, parser, argv: list[str] | None = None, is_shown: bool = Fa
         sys.exit(code)
 
 
+def script_parser(description: str) -> argparse.ArgumentParser:
+    """A parser of a script's flags, whose help begins with the script's docstring."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                   allow_abbrev=False)
+
+
+def add_device_flag(parser) -> None:
+    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
+                        help="default: the best there is")
+
+
 def check_one_copy(script: str) -> None:
     """Raises BadInput where the script that Python was started with lies in one copy of the project and this package
     comes from another, as for `torchrun scripts/tango_rl.py` in the environment of the folder that was copied."""

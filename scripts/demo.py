@@ -16,7 +16,7 @@ from collections import Counter
 from itertools import zip_longest
 
 from nanochat.checkpoint import find_step, fingerprint, load_model
-from nanochat.cli import at_least, script_main
+from nanochat.cli import add_device_flag, at_least, script_main, script_parser
 from nanochat.common import BadInput, init_device
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.learn.roles import Start
@@ -33,9 +33,8 @@ COLOURS = {True: "32", False: "31", None: "90"}  # right green, wrong red, none 
 WORDS = {True: "right", False: "wrong", None: "-"}
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = script_parser(__doc__)
     parser.add_argument("run", nargs="?", default="", help="name or folder of a finished run; default: the newest")
     parser.add_argument("--num-problems", type=at_least(1), default=5, help="problems that are shown")
     parser.add_argument("--num-scored", type=at_least(0), default=100,
@@ -43,8 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", choices=list(SPLITS), default="test_in", help="test_out: longer or other problems")
     parser.add_argument("--seed", type=int, default=0, help="picks the problems")
     add_colour_flag(parser)
-    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
-                        help="default: the best there is")
+    add_device_flag(parser)
     return parser
 
 

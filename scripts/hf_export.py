@@ -3,12 +3,11 @@ Exports a checkpoint of an imported model, generator or verifier, to a folder th
 
     python -m scripts.hf_export --model-tag tango-gen --to ~/models/tango-generator
 """
-import argparse
 
 import torch
 
 from nanochat.checkpoint import find_step, load_meta, load_model, load_state_dict
-from nanochat.cli import check_name, script_main
+from nanochat.cli import check_name, script_main, script_parser
 from nanochat.common import BadInput, dtype_name, print0
 from nanochat.hf.decoder import DecoderConfig
 from nanochat.hf.files import DTYPES, new_folder, write_model
@@ -16,9 +15,8 @@ from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.storage.files import path_of
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = script_parser(__doc__)
     parser.add_argument("--stage", choices=["sft", "rl"], default="rl", help="stage of the checkpoint")
     parser.add_argument("--model-tag", required=True, help="its tag; of a run: <run>-gen or <run>-ver")
     parser.add_argument("--step", type=int, default=-1, help="-1 = the last")

@@ -5,7 +5,6 @@ a run without a download.
     python -m scripts.hf_random --shape qwen2.5-1.5b --to /tmp/random-1.5b --texts gsm8k/train.jsonl
     python -m scripts.hf_random --shape qwen2.5-0.5b --n-layer 2 --n-embd 64 --vocab-size 512 --to /tmp/random-tiny
 """
-import argparse
 import json
 import os
 from dataclasses import replace
@@ -13,7 +12,7 @@ from dataclasses import replace
 import tokenizers
 import torch
 
-from nanochat.cli import at_least, script_main
+from nanochat.cli import at_least, script_main, script_parser
 from nanochat.common import BadInput, print0
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import DTYPES, new_folder, write_model
@@ -27,9 +26,8 @@ CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = script_parser(__doc__)
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=list(SHAPES))
     parser.add_argument("--to", required=True, help="the folder to make")
     parser.add_argument("--texts", nargs="*", default=[],

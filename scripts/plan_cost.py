@@ -7,13 +7,12 @@ peak, decoding at --decode-efficiency of what memory bandwidth and FLOPs allow a
     python -m scripts.plan_cost --base "--depth 24 --target-param-data-ratio 8" --generator-sft "--num-steps 1500" \\
         --verifier-sft "" --rl "--num-steps 200"
 """
-import argparse
 import shlex
 from dataclasses import replace
 
 import torch
 
-from nanochat.cli import at_least, script_main
+from nanochat.cli import at_least, script_main, script_parser
 from nanochat.common import BadInput, print0
 from nanochat.flops import PEAK_FLOPS, flops_per_token, muon_flops
 from nanochat.gpt import GPT, config_of
@@ -35,9 +34,8 @@ from NVIDIA's data sheets: peak FLOP/s (dense bf16) and bandwidth
 assumed, not measured: --mfu, which makes up for all that is not counted, --decode-efficiency, --dollars, lengths"""
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = script_parser(__doc__)
     parser.add_argument("--base", default="",
                         help="flags of base_train, in one string; this and the next three as in runs/speedrun.sh")
     parser.add_argument("--generator-sft", default="", help="flags of chat_sft")

@@ -4,22 +4,20 @@ verifications, in jsonl shards.
 
     python -m scripts.task_text --task chain --out text --num-documents 20000
 """
-import argparse
 import json
 import os
 import re
 import shutil
 
-from nanochat.cli import at_least, script_main
+from nanochat.cli import at_least, script_main, script_parser
 from nanochat.common import BadInput, CannotWrite, print0
 from nanochat.hf.files import PARTIAL
 from nanochat.storage.files import check_writable, is_alone, make_folder, whole_file, writing
 from tasks import add_task_args, make_task, task_texts
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = script_parser(__doc__)
     add_task_args(parser)
     parser.add_argument("--out", required=True,
                         help="folder for shard_<n>.jsonl; the last shard is meant for validation")

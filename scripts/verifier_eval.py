@@ -16,15 +16,13 @@ it is counted, and has no verdicts.
 """
 import argparse
 import os
-import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
 
 from nanochat.checkpoint import load_model, warn_of_role
-from nanochat.cli import at_least, check_name, script_main
+from nanochat.cli import add_device_flag, at_least, check_name, script_main, script_parser
 from nanochat.common import BadInput, gather_lists, init_device, print0, rank_and_world
 from nanochat.engine import check_temperature
-from nanochat.hf.files import read_json
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.measure.scores import first_error, majority
 from nanochat.rl.measure.voting import (SCORES, aligned, calibration, choose, final_share, first_error_scores,
@@ -34,7 +32,7 @@ from nanochat.rl.records.outcomes import ENDLESS, answers_of, labels_of, outcome
 from nanochat.rl.records.prompts import (Solution, Verification, check_prompts_fit, count_copies, read_solution,
                                          verifier_prompt)
 from nanochat.rl.report.judge_report import judge_report, rationales_of, report_lines
-from nanochat.storage.files import path_of, write_json
+from nanochat.storage.files import check_writable, path_of, read_json, write_json
 from tasks import add_task_args, complete_task_args, make_task, recorded_count, task_flags
 from tasks.common import Problem
 from tasks.formats import FORMATS
@@ -44,14 +42,6 @@ CHOICES = ("pass@1", "maj", "bon", "weighted", "pass@n")
 # Recipes that train a verifier which writes nothing: the judge of recipe fixed_verifier that reads it, "" for none.
 UNWRITTEN = {"orm": "end", "prm": "steps", "genrm": "verdict", "gram": "preferred", "refit": "steps", "cooper": "",
              "ppo": "", "prime": "", "supervisor": ""}
-
-
-class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults of flags, but for those that stand for another: empty ones and -1."""
-
-    def _get_help_string(self, action):
-        is_other = action.default in (None, "", -1) or action.default is False
-        return action.help if is_other else super()._get_help_string(action)
 
 
 def add_verifier_args(parser) -> None:
@@ -69,8 +59,7 @@ def add_verifier_args(parser) -> None:
                         help="-1 = as in the checkpoint's RL, else 256, at most half its context")
     parser.add_argument("--max-rows", type=at_least(1), default=1024,
                         help="rows that decode together; changes memory, no result")
-    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
-                        help="default: the best there is")
+    add_device_flag(parser)
     parser.add_argument("--seed", type=int, default=None,
                         help="of problems and sampling noise; default: the checkpoint's (the generator's if there is "
                              "one)")
@@ -98,8 +87,8 @@ def add_generator_args(group, is_needed: bool) -> None:
                        help="solutions may call the calculator")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help, allow_abbrev=False)
+def make_parser():
+    parser = script_parser(__doc__)
     add_verifier_args(parser)
     group = parser.add_argument_group("ProcessBench")
     group.add_argument("--processbench", default="", metavar="SOURCE",
@@ -125,23 +114,9 @@ def is_result(path: str, parts: set[str]) -> bool:
     """Whether a file is what an earlier evaluation wrote: its args and some of these parts."""
     try:
         found = read_json(path)
-    except BadInput:
+        return found.keys() <= {"args", *parts} and "verifier_tag" in found["args"]
+    except (BadInput, KeyError):
         return False
-    return (found.keys() <= {"args", *parts} and isinstance(found.get("args"), dict)
-            and "verifier_tag" in found["args"])
-
-
-def check_out(path: str, parts: set[str]) -> None:
-    """Raises BadInput unless the file can be written, and is new or an earlier result: never one of the inputs, a
-    device or a pipe."""
-    try:
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise OSError(0, "is there, and no file")
-        tempfile.TemporaryFile(dir=os.path.dirname(path) or ".").close()
-    except OSError as error:
-        raise BadInput(f"--out {path}: cannot be written ({error.strerror})") from None
-    if os.path.exists(path) and not is_result(path, parts):
-        raise BadInput(f"--out {path}: is there, and no earlier result of this script; take another name")
 
 
 def check_args(args) -> None:
@@ -152,8 +127,6 @@ def check_args(args) -> None:
     if args.judge_report and not args.generator_tag or args.own_tag and not args.judge_report:
         raise BadInput("--judge-report: is of a generator's solutions, so it needs --generator-tag" if args.judge_report
                        else f"--own-tag {args.own_tag}: is for --judge-report")
-    if not args.own_tag and (args.own_step, args.own_source) != (-1, "sft"):
-        raise BadInput(f"--own-step {args.own_step} --own-source {args.own_source}: are for --own-tag")
     given = [name for name in task_flags() if getattr(args, name) is not None]
     if given and not args.generator_tag:
         raise BadInput(f"--{given[0].replace('_', '-')} {getattr(args, given[0])}: is for --generator-tag")
@@ -175,7 +148,11 @@ def check_players(args, parts: set[str]) -> None:
     check_name("--generator-tag", args.generator_tag or args.verifier_tag)
     if args.out:
         args.out = os.path.realpath(args.out)  # a link stays, and what it leads to is written
-        check_out(args.out, parts)
+        check_writable(os.path.dirname(args.out))
+        if not os.path.isdir(os.path.dirname(args.out)):
+            raise BadInput(f"--out {args.out}: its folder is not there")
+        if os.path.exists(args.out) and not (os.path.isfile(args.out) and is_result(args.out, parts)):
+            raise BadInput(f"--out {args.out}: is there, and no earlier result of this script; take another name")
 
 
 def share_malformed(rows: list[dict], k: int) -> float | None:
@@ -412,7 +389,6 @@ def load(stage: str, tag: str, step: int, tokenizer, device, role: str):
     if role == "verifier":
         check_writes(tag, meta)
     warn_of_role(tag, meta, role)
-    print0(f"{path_of(stage, tag)} at step {meta['step']}")
     return model, meta.get("user_config", {}), path_of(stage, tag, f"meta_{meta['step']:06d}.json"), meta["step"]
 
 
@@ -421,11 +397,13 @@ def load_generator(args, step: int, tokenizer, device) -> tuple:
     generator, recorded, where, step = load(args.generator_source, args.generator_tag, step, tokenizer, device,
                                             "generator")
     if not (args.task or recorded.get("task")):
-        raise BadInput(f"--generator-tag {args.generator_tag}: the checkpoint names no task, so give --task")
+        raise BadInput(f"{args.generator_tag}: the checkpoint names no task, so give one")
     if args.max_new_tokens < 0:
         args.max_new_tokens = recorded_count(recorded, "max_new_tokens", min(256, generator.config.sequence_len // 2),
                                              where)
     complete_task_args(args, recorded, where)
+    print0(f"{path_of(args.generator_source, args.generator_tag)} at step {step}, seed {args.seed} of problems, "
+           f"{args.max_new_tokens} tokens at most")
     return generator, step
 
 
@@ -434,6 +412,7 @@ def load_players(args, tokenizer, device) -> tuple:
     were left out are as the checkpoints say."""
     verifier, recorded, where, args.step = load(args.verifier_source, args.verifier_tag, args.step, tokenizer, device,
                                                 "verifier")
+    print0(f"{path_of(args.verifier_source, args.verifier_tag)} at step {args.step}")
     context = verifier.config.sequence_len
     if args.verifier_max_new_tokens < 0:
         args.verifier_max_new_tokens = recorded_count(recorded, "verifier_max_new_tokens", min(256, context // 2),

@@ -4,7 +4,7 @@ import random
 from functools import partial
 
 from nanochat.cli import MOST
-from nanochat.common import BadInput, takes
+from nanochat.common import BadInput
 from tasks import brittle, chain, competition, gsm8k, halves, last_letter, lookup, mixture, reasoning_gym, rewrite
 from tasks.common import SPLIT_BUCKETS, check_problem, demo_of
 from tasks.formats import Format
@@ -18,10 +18,7 @@ MODULES = (chain, brittle, halves, lookup, last_letter, mixture, rewrite, gsm8k,
 RESTS_ON = {"brittle": ("chain",), "halves": ("chain",), "lookup": ("chain",)}
 # of a recorded flag, by its default
 EXPECTED = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list of texts"}
-# of a task, and what they are given
-METHODS = {"problem": "split, index", "check": "problem, solution", "step_labels": "problem, solution",
-           "solution_demo": "problem, rng", "corrupted_solution": "problem, rng",
-           "verification_demo": "problem, solution, rng"}
+METHODS = ("problem", "check", "step_labels", "solution_demo", "corrupted_solution", "verification_demo")  # of a task
 
 
 def add_task_args(parser) -> None:
@@ -92,22 +89,17 @@ def complete_task_args(args, recorded: dict, where: str = "the checkpoint") -> N
 
 def make_task(args):
     """The task that --task names. Raises BadInput for flags that do not fit."""
-    if not takes(TASKS[args.task], 2):
-        raise BadInput(f"--task {args.task}: its class must take (args, seed)")
     task = TASKS[args.task](args, args.seed)
     check_parts(args.task, task)
     return task
 
 
 def check_parts(name: str, task) -> None:
-    """Raises BadInput for the first part that a task lacks or has as nothing that can be."""
+    """Raises BadInput for the first part that a task lacks, and where what it gives as a problem is none."""
     if not isinstance(getattr(task, "name", None), str) or not isinstance(getattr(task, "fmt", None), Format):
         raise BadInput(f"--task {name}: its class needs a name (text) and a fmt (a Format of tasks.formats)")
-    for part, given in METHODS.items():
-        if not callable(getattr(task, part, None)):
-            raise BadInput(f"--task {name}: its class has no method {part}")
-        if not takes(getattr(task, part), len(given.split(", "))):
-            raise BadInput(f"--task {name}: {part} must take ({given})")
+    if missing := [part for part in METHODS if not callable(getattr(task, part, None))]:
+        raise BadInput(f"--task {name}: its class has no method {missing[0]}")
     for split in SPLIT_BUCKETS:
         try:
             problem = task.problem(split, 0)

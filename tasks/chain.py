@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from nanochat.cli import SHARE, at_least
 from nanochat.common import BadInput
-from tasks.common import Problem, draw_prompt, in_split, split_stream
+from tasks.common import Problem, check_range, draw_prompt, in_split, split_stream
 from tasks.formats import COMPACT
 
 OPS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
@@ -76,11 +76,8 @@ class Chain:
     principles = ("operands", "results", "complete")  # of a solution: see `violations`
 
     def __init__(self, args, seed: int):
-        if not 1 <= args.chain_min_steps <= args.chain_max_steps <= MOST_STEPS:
-            raise BadInput(f"--chain-min-steps {args.chain_min_steps} --chain-max-steps {args.chain_max_steps}: "
-                           f"need 1 <= min <= max <= {MOST_STEPS}")
         self.seed, self.modulus, self.answer_kind = seed, args.chain_modulus, args.chain_answer
-        self.lengths = (args.chain_min_steps, args.chain_max_steps)
+        self.lengths = check_range(args, "chain_min_steps", "chain_max_steps", 1, MOST_STEPS)
         self.wrongness, self.verifier_wrongness = args.chain_wrongness, args.chain_verifier_wrongness
         said = "all results" if self.answer_kind == "all" else "the last result"
         self.about = (f"an expression is worked from left to right, modulo {self.modulus}, one operation per step "

@@ -6,14 +6,15 @@ text; they never run models.
 """
 import functools
 import glob
+import itertools
 import json
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanochat.common import BadInput
-from nanochat.storage.files import check_data_file, look_for_hub, quiet_datasets
+from nanochat.storage.files import check_data_file, look_for_hub, quiet_datasets, reading
 from tasks.formats import Format
 from tasks.grading import grade
 from tasks.answers import MAX_ANSWER, OPENED_BOX, boxed, extracted, last_number, plain_number, tidy
@@ -49,6 +50,15 @@ def check_problem(where: str, problem, split: str, index: int) -> Problem:
         raise BadInput(f"{where}: problem({split!r}, {index}) gives {str(problem)[:80]!a}: it must be a Problem whose "
                        f"prompt and answer are text")
     return problem
+
+
+def check_range(args, low: str, high: str, least: int, most: int) -> tuple[int, int]:
+    """The values of two flags. Raises BadInput unless least <= low <= high <= most."""
+    values = getattr(args, low), getattr(args, high)
+    if not least <= values[0] <= values[1] <= most:
+        flags = " ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in zip((low, high), values, strict=True))
+        raise BadInput(f"{flags}: need {least} <= min <= max <= {most}")
+    return values
 
 
 def split_stream(seed: int, split: str, index: int) -> random.Random:
@@ -156,34 +166,25 @@ def is_last_number(text: str, gold: str) -> bool | None:
     return value is not None and value[0] == wanted[0]
 
 
-def rows_of(where: str, table) -> Iterator[dict]:
-    """The rows of a table. Raises BadInput, which begins with `where`, for one that is no text in UTF-8."""
-    rows, number = iter(table), 1
-    while True:
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except UnicodeDecodeError:
-            raise BadInput(f"{where}: row {number}: is no text in UTF-8") from None
-        number += 1
-        yield row
+def read_rows(where: str, table, read: Callable) -> list:
+    """read(row) of each row of a table. Raises BadInput, which begins with `where` and the number of a row, from 1."""
+    rows, found = iter(table), []
+    for number in itertools.count(1):
+        with reading(f"{where}: row {number}"):
+            try:
+                found.append(read(next(rows)))
+            except StopIteration:
+                return found
 
 
-def wrong_line(path: str) -> str | None:
-    """What is wrong with a .jsonl file, after the number of its first line that is no json object; None where every
-    line is one, and for other files. The library's own message counts rows from 0, in a part of the file."""
-    if not path.endswith(".jsonl"):
-        return None
+def check_lines(path: str) -> None:
+    """Raises BadInput for the first line of a .jsonl file that is no json object. The library's own message counts rows
+    from 0, in a part of the file."""
     with open(path, encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
-            try:
+            with reading(f"{path}: line {number}"):
                 if line.strip() and not isinstance(json.loads(line), dict):
-                    return f"line {number}: is no json object"
-            except json.JSONDecodeError as error:
-                return f"line {number}: is no json: {error.msg}, column {error.colno}"
-            except (ValueError, RecursionError) as error:  # a number of thousands of digits, or deep nesting
-                return f"line {number}: {error}"
+                    raise ValueError("is no json object")
 
 
 def read_table(where: str, columns: tuple[str, ...], *path, **options):
@@ -199,9 +200,10 @@ def read_table(where: str, columns: tuple[str, ...], *path, **options):
     try:
         table = datasets.load_dataset(*path, **options)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        reason = wrong_line(file) or str(error.__cause__ or error).strip() or type(error).__name__
+        if file.endswith(".jsonl"):
+            check_lines(file)
+        reason = str(error.__cause__ or error).strip() or type(error).__name__
         raise BadInput(f"{where}: {reason.splitlines()[0]}") from None
-    missing = [column for column in columns if column not in table.column_names]
-    if missing:
+    if missing := [column for column in columns if column not in table.column_names]:
         raise BadInput(f"{where}: has no column {missing[0]!r}, only {', '.join(table.column_names)}")
     return table

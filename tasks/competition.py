@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nanochat.common import BadInput, in_threads, print0
-from tasks.common import GradedSet, Problem, in_split, nth_of_epochs, read_table, rows_of
+from tasks.common import GradedSet, Problem, in_split, nth_of_epochs, read_rows, read_table
 from tasks.formats import PAPER
 from tasks.grading import readable
 from tasks.answers import boxed
@@ -59,9 +59,8 @@ class Row:
 
 def text_of(row: dict, *columns: str) -> str:
     """The text, or the number as text, in the first of these columns that has one. Raises ValueError where none has."""
-    for column in columns:
-        value = row.get(column)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    for value in map(row.get, columns):
+        is_number = type(value) in (int, float) and math.isfinite(value)
         if isinstance(value, str) or is_number:
             return str(value).strip()
     raise ValueError(f"has no text for {' or '.join(columns)}")
@@ -85,8 +84,6 @@ def read_eurus(row: dict) -> Row | None:
     if row.get("ability") not in (None, "math"):
         return None
     asked = [message for message in row["prompt"] if message["role"] == "user"]
-    if not asked:
-        raise ValueError("prompt has no message of a user")
     return Row(text_of(asked[-1], "content").removesuffix(EURUS_TRAILER).strip(),
                text_of(row["reward_model"], "ground_truth"), "")
 
@@ -95,8 +92,7 @@ def read_olympiad(row: dict) -> Row:
     """{"question", "final_answer": list of answers, "solution": list}; several answers are one list, without dollar
     signs."""
     answers, solutions = (row.get(column) or [] for column in ("final_answer", "solution"))
-    if not all(isinstance(texts, list) and all(isinstance(text, str) for text in texts)
-               for texts in (answers, solutions)):
+    if not isinstance(answers, list) or not isinstance(solutions, list):
         raise ValueError("final_answer and solution must be lists of texts")
     answer = ", ".join(re.sub(r"(?<!\\)\$", "", text).strip() for text in answers)
     return Row(text_of(row, "question"), answer, "\n".join(solutions).strip())
@@ -122,24 +118,12 @@ def open_source(flag: str, source: str):
     return where, read_table(where, (), *([name, config] if config else [name]), split=split or "train")
 
 
-def read_rows(flag: str, source: str) -> list[Row | None]:
+def read_source(flag: str, source: str) -> list[Row | None]:
     """The rows of a source, None where one is no mathematics. Raises BadInput, for a malformed row with its number from
     1."""
     where, table = open_source(flag, source)
-    read = next((read for column, read in READERS.items() if column in table.column_names), read_plain)
-    rows = []
-    for number, row in enumerate(rows_of(where, table), 1):
-        try:
-            rows.append(read(row))
-            if rows[-1] is not None and not rows[-1].problem:
-                raise ValueError("the problem is empty")
-        except KeyError as error:
-            raise BadInput(f"{where}: row {number}: {error} is missing") from None
-        except (TypeError, AttributeError):
-            raise BadInput(f"{where}: row {number}: a column is empty or not of the type it should have") from None
-        except ValueError as error:
-            raise BadInput(f"{where}: row {number}: {error}") from None
-    return rows
+    return read_rows(where, table, next((read for column, read in READERS.items() if column in table.column_names),
+                                        read_plain))
 
 
 def same_text(problem: str) -> str:
@@ -206,7 +190,7 @@ class Competition(GradedSet):
 
     def __init__(self, name: str, args, seed: int):
         self.name, self.seed, self.flag = name, seed, f"--{name}-data"
-        rows = {part: read_rows(self.flag, source) for part, source in self._sources(getattr(args, f"{name}_data"))}
+        rows = {part: read_source(self.flag, source) for part, source in self._sources(getattr(args, f"{name}_data"))}
         held_out = {same_text(row.problem) for part in rows if part != "train" for row in rows[part] if row}
         self.splits, self.solutions, self.dropped = {"sft": [], "rl": [], "test_in": [], "test_out": []}, {}, Counter()
         for part in rows:

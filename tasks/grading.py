@@ -24,8 +24,8 @@ from collections import Counter
 from fractions import Fraction
 from functools import lru_cache
 
+import tasks.grading_worker as grading_worker  # `from tasks` would be the package, which imports this
 from nanochat.workers import NoReply, Workers
-from tasks import grading_worker
 from tasks.answers import (DECIMAL, EQUALS, MAX_ANSWER, NAME, RELATION, SYMBOL, Reading, boxed, extracted,
                            is_bracketed, parts, plain_number, read, spelled, tidy, unspaced)
 

@@ -15,7 +15,7 @@ from decimal import Decimal
 
 from nanochat.calculator import calculate
 from nanochat.common import BadInput, print0
-from tasks.common import GradedSet, Problem, in_split, nth_of_epochs, read_table, rows_of
+from tasks.common import GradedSet, Problem, in_split, nth_of_epochs, read_rows, read_table
 from tasks.formats import IN_WORDS, Format
 
 INTEGER = "(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
@@ -50,11 +50,14 @@ def read_split(source: str, split: str) -> list[tuple[str, str]]:
         table = read_table(f"{where}: no such folder, and as a dataset", columns, source, "main", split=split)
     else:
         raise BadInput(f"{where}: no such folder")
-    rows = [(row["question"], row["answer"]) for row in rows_of(where, table)]
-    for number, row in enumerate(rows, 1):
-        if not all(isinstance(text, str) and text.strip() for text in row):
-            raise BadInput(f"{where}: row {number} of {split} has no text for question or answer")
-    return [(question.strip(), worked) for question, worked in rows]
+    return read_rows(where, table, read_row)
+
+
+def read_row(row: dict) -> tuple[str, str]:
+    question, worked = row["question"].strip(), row["answer"]
+    if not question or not worked.strip():
+        raise ValueError("has no text for question or answer")
+    return question, worked
 
 
 def number(text: str | None) -> Decimal | None:

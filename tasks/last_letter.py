@@ -14,7 +14,8 @@ from string import ascii_lowercase
 
 from nanochat.cli import SHARE
 from nanochat.common import BadInput
-from tasks.common import Problem, draw_prompt, split_stream
+from nanochat.storage.files import reading
+from tasks.common import Problem, check_range, draw_prompt, split_stream
 from tasks.formats import COMPACT
 
 MOST = 1000  # words of a problem, and letters of a word
@@ -24,11 +25,8 @@ MIN_USABLE_WORDS = 100  # of a words file, for the split with the shortest words
 def read_words(path: str) -> list[str]:
     """The distinct a-z words of a text file, one a line, lower-cased and sorted. Raises BadInput when it cannot be
     read."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            lines = {line.strip().lower() for line in f}
-    except OSError as error:
-        raise BadInput(f"--last-letter-words {path}: {error.strerror}") from None
+    with reading(f"--last-letter-words {path}"), open(path, encoding="utf-8", errors="replace") as f:
+        lines = {line.strip().lower() for line in f}
     return sorted(word for word in lines if re.fullmatch("[a-z]+", word))
 
 
@@ -61,14 +59,8 @@ class LastLetter:
     fmt = COMPACT
 
     def __init__(self, args, seed: int):
-        low, high = args.last_letter_min_words, args.last_letter_max_words
-        short, long = args.last_letter_min_letters, args.last_letter_max_letters
-        if not 2 <= low <= high <= MOST:
-            raise BadInput(f"--last-letter-min-words {low} --last-letter-max-words {high}: "
-                           f"need 2 <= min <= max <= {MOST}")
-        if not 1 <= short <= long <= MOST:
-            raise BadInput(f"--last-letter-min-letters {short} --last-letter-max-letters {long}: "
-                           f"need 1 <= min <= max <= {MOST}")
+        low, high = check_range(args, "last_letter_min_words", "last_letter_max_words", 2, MOST)
+        short, long = check_range(args, "last_letter_min_letters", "last_letter_max_letters", 1, MOST)
         self.seed, self.min_letters = seed, short
         self.full_share, self.verifier_error = args.last_letter_full_share, args.last_letter_verifier_error
         # (fewest words, most words, most letters of a word); sft_full is the full-length share of sft

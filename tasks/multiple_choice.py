@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 
 from nanochat.common import BadInput
-from tasks.common import read_table, rows_of
+from tasks.common import read_rows, read_table
 
 RANDOM_BASELINE = 0.25  # accuracy of guessing; nearly every question has four choices
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -31,9 +31,8 @@ def arc_choice(row: dict) -> Choice:
 
 def mmlu_choice(row: dict) -> Choice:
     """MMLU: {"question", "choices": four texts, "answer": index of the right one}."""
-    if len(row["choices"]) != 4 or row["answer"] not in range(4):
-        raise ValueError(f"{len(row['choices'])} choices and answer {row['answer']!r}, "
-                         f"expected 4 and an index from 0 to 3")
+    if row["answer"] not in range(4):
+        raise ValueError(f"answer {row['answer']!r}, expected an index from 0 to 3")
     return Choice(row["question"], tuple("ABCD"), tuple(row["choices"]), "ABCD"[row["answer"]])
 
 
@@ -45,15 +44,17 @@ CHOICE_SETS = {
 }
 
 
-def check_choice(choice: Choice) -> None:
-    """Raises ValueError unless all is text, every choice has a letter of its own, and the answer is one of them."""
+def checked(choice: Choice) -> Choice:
+    """The question. Raises ValueError unless all is text, every choice has a letter of its own, and the answer is one
+    of them."""
     if not all(isinstance(text, str) and text for text in (choice.question, *choice.letters, *choice.choices)):
         raise ValueError("question, letters and choices must be texts that are not empty")
-    if (len(choice.letters) != len(choice.choices)
-            or len(set(choice.letters)) != len(choice.letters) or len(choice.letters) < 2):
-        raise ValueError(f"{len(choice.choices)} choices and the letters {', '.join(choice.letters)}")
+    letters = ", ".join(choice.letters)
+    if not len(choice.choices) == len(choice.letters) == len(set(choice.letters)) >= 2:
+        raise ValueError(f"{len(choice.choices)} choices and the letters {letters}")
     if choice.answer not in choice.letters:
-        raise ValueError(f"the answer {choice.answer!r} is none of {', '.join(choice.letters)}")
+        raise ValueError(f"the answer {choice.answer!r} is none of {letters}")
+    return choice
 
 
 def load_choices(name: str, data: str = "", max_examples: int = -1) -> list[Choice]:
@@ -73,17 +74,7 @@ def load_choices(name: str, data: str = "", max_examples: int = -1) -> list[Choi
         table = read_table(where, columns, reader, data_files=data, split="train")
     else:
         table = read_table(where, columns, hub, config, split=split)
-    choices = []
-    for number, row in enumerate(rows_of(where, table), 1):
-        try:
-            choices.append(read(row))
-            check_choice(choices[-1])
-        except KeyError as error:
-            raise BadInput(f"{where}: row {number}: {error} is missing") from None
-        except TypeError:
-            raise BadInput(f"{where}: row {number}: a column is empty or not of the type it should have") from None
-        except ValueError as error:
-            raise BadInput(f"{where}: row {number}: {error}") from None
+    choices = read_rows(where, table, lambda row: checked(read(row)))
     random.Random(0).shuffle(choices)
     return choices if max_examples < 0 else choices[:max_examples]
 

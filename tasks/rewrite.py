@@ -23,8 +23,7 @@ from collections.abc import Callable
 from itertools import product
 
 from nanochat.cli import SHARE
-from nanochat.common import BadInput
-from tasks.common import Problem, draw_prompt, split_stream
+from tasks.common import Problem, check_range, draw_prompt, split_stream
 from tasks.formats import COMPACT
 
 LETTERS = "abc"
@@ -186,9 +185,7 @@ class Rewrite:
     fmt = COMPACT
 
     def __init__(self, args, seed: int):
-        low, high = args.rewrite_min_letters, args.rewrite_max_letters
-        if not 2 <= low <= high <= MOST:
-            raise BadInput(f"--rewrite-min-letters {low} --rewrite-max-letters {high}: need 2 <= min <= max <= {MOST}")
+        low, high = check_range(args, "rewrite_min_letters", "rewrite_max_letters", 2, MOST)
         self.seed, self.lengths = seed, (low, high)
         self.wrongness, self.skips = args.rewrite_wrongness, args.rewrite_skips
         self.verifier_wrongness = args.rewrite_verifier_wrongness

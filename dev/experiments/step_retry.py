@@ -22,7 +22,6 @@ Departures:
     python -m dev.experiments.step_retry --generator-tag d4 --verifier-tag d4-ver --retries 1 2 4 --out retries.json
     torchrun --standalone --nproc_per_node=8 dev/experiments/step_retry.py -- --generator-tag d4 --verifier-tag d4-ver
 """
-import argparse
 import random
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,7 @@ from statistics import mean
 
 from dev.experiments.verify_or_sample import (VOTE, Lead, Way, best_way, expected, lead_of, points_of, powers,
                                               tokens_of, voting_at)
-from nanochat.cli import check_least, check_most, check_name, script_main
+from nanochat.cli import check_least, check_most, check_name, script_main, script_parser
 from nanochat.common import BadInput, init_device, print0, rank_and_world
 from nanochat.engine import row_key
 from nanochat.hf.tokenizer import load_tokenizer
@@ -41,7 +40,7 @@ from nanochat.rl.records.outcomes import answers_of, outcomes_of, problems_of
 from nanochat.rl.records.prompts import (Prompt, check_prompts_fit, generator_prompt, parse_verification, read_solution,
                                          verifier_prompt)
 from nanochat.storage.files import path_of, write_json
-from scripts.verifier_eval import (Help, add_generator_args, add_verifier_args, check_players, gathered, load_players,
+from scripts.verifier_eval import (add_generator_args, add_verifier_args, check_players, gathered, load_players,
                                    shown, warn_of_malformed)
 from tasks import add_task_args, task_flags
 from tasks.common import Problem
@@ -50,8 +49,8 @@ RETRY, MOST_RETRIES = "retry", 1000
 PARTS = {"problems", "problems_left_out", "single", "leads", "judgments", "samples"}
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help, allow_abbrev=False)
+def make_parser():
+    parser = script_parser(__doc__)
     add_verifier_args(parser)
     parser.add_argument("--retries", type=int, nargs="+", default=[1, 2, 4], help="of a step that is rejected, at most")
     parser.add_argument("--num-attempts", type=int, default=4, help="solutions of each problem by steps")

@@ -29,7 +29,6 @@ not compared, but counted.
     torchrun --standalone --nproc_per_node=8 dev/experiments/verify_or_sample.py -- --generator-tag d4 \\
         --verifier-tag d4-ver
 """
-import argparse
 import os
 import random
 from itertools import takewhile
@@ -37,14 +36,14 @@ from math import log
 from statistics import mean
 from typing import NamedTuple
 
-from nanochat.cli import check_least, check_most, check_name, script_main
+from nanochat.cli import check_least, check_most, check_name, script_main, script_parser
 from nanochat.common import BadInput, init_device, print0, rank_and_world
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.measure.voting import SCORES, choose
 from nanochat.rl.report.page import COLOURS
 from nanochat.rl.report.report import height_at, interval
 from nanochat.storage.files import path_of, whole_file, write_json
-from scripts.verifier_eval import (Help, add_generator_args, add_verifier_args, check_players, load_players,
+from scripts.verifier_eval import (add_generator_args, add_verifier_args, check_players, load_players,
                                    share_malformed, shown, verified_solutions, warn_of_malformed)
 from tasks import add_task_args, task_flags
 
@@ -54,8 +53,8 @@ PARTS = {"problems", "problems_left_out", "too_long", "parse_fail", "points", "l
          "samples"}
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help, allow_abbrev=False)
+def make_parser():
+    parser = script_parser(__doc__)
     add_verifier_args(parser)
     parser.add_argument("--num-draws", type=int, default=32, help="random orders of each problem's samples")
     add_generator_args(parser.add_argument_group("solutions"), is_needed=True)

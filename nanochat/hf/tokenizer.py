@@ -254,8 +254,7 @@ class HFTokenizer:
         return found
 
     def check_model(self, name: str, model) -> None:
-        """Raises BadInput unless a model has an embedding for every token.
-        It may have more: vocabularies are padded."""
+        """Raises BadInput unless a model has an embedding for every token. It may have more, as padding."""
         if model.vocab_size < self.vocab_size:
             raise BadInput(f"the {name} has a vocabulary of {model.vocab_size}, the tokenizer one of "
                            f"{self.vocab_size}: it was trained with another")
@@ -269,11 +268,6 @@ class HFTokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of ordinary text: no bos, and a special token's name in it is text."""
         return self._tokenizer.encode(scalars(text), add_special_tokens=False).ids
-
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """encode of each text, in a few threads."""
-        encodings = self._tokenizer.encode_batch_fast(list(map(scalars, texts)), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token. A control token or an id without a token is "?": inside a completion it is noise, and
