@@ -1,8 +1,6 @@
 """
 Chat models: chat_eval's scores against naive counts, chat_cli's conversations and verdicts, chat_rl as tango_rl with
 one role.
-
-    python -m pytest tests/test_chat.py
 """
 import argparse
 import io
@@ -88,8 +86,6 @@ def force_picks(monkeypatch, turns: Iterable[list[int]]) -> None:
         return torch.full((len(hidden),), current[position]), torch.zeros(len(hidden))
     monkeypatch.setattr(engine, "pick_after", pick)
 
-
-# chat_eval
 
 def test_lenient_accuracy_stands_beside_pass_at_1_and_says_of_how_many(capsys):
     """Rows: part, right, right in every step, vote, ended, cannot be scored, last numbers."""
@@ -332,8 +328,6 @@ def test_what_is_given_stands_for_what_is_recorded(capsys, base):
     assert scores(capsys, "-x", "2", *given).keys() == {"chain", "chain, test_out"}
 
 
-# chat_cli
-
 def talk(capsys, monkeypatch, *flags: str, stdin: str = "") -> list[str]:
     """What chat_cli prints, line by line: greedy, with these lines to read."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
@@ -549,8 +543,6 @@ def test_input_that_is_no_text_is_refused(capsys, base, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
     assert "UTF-8" in refused(capsys, chat_cli)
 
-
-# chat_rl
 
 def train(base, script, *flags: str) -> list[dict]:
     """A run's log without its timings."""

@@ -55,9 +55,6 @@ def prompts(task, split: str) -> set[str]:
     return {task.problem(split, i).prompt for i in range(task.num_problems(split))}
 
 
-# Sources
-
-
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("column", ["problem", "question"])
 def test_every_set_can_be_files_of_plain_rows_one_per_part(name, column, tmp_path):
@@ -153,8 +150,6 @@ def test_sources_that_are_not_there_are_bad_input(sources, complaint):
     assert "\n" not in str(error.value)
 
 
-# Rows
-
 @pytest.mark.parametrize("row, read", [
     ({"problem": " 1+1? ", "answer": " 2 ", "level": 3}, Row("1+1?", "2", "")),
     ({"question": "1+1?", "answer": 2.0}, Row("1+1?", "2.0", "")),
@@ -223,8 +218,6 @@ def test_a_problem_of_test_out_is_held_out_too_and_programs_are_left_out(tmp_pat
     assert len(prompts(task, "sft") | prompts(task, "rl")) == 19
 
 
-# Splits
-
 def test_a_split_without_problems_is_bad_input_that_says_why(tmp_path):
     path = write(tmp_path / "rows.jsonl", [plain(1)])
     for name, split in (("aime", "rl"), ("aime", "sft"), ("aime", "test_out"), ("amc", "rl"), ("olympiad", "test_out")):
@@ -249,8 +242,6 @@ def test_a_problem_is_a_function_of_seed_split_and_index(tmp_path):
     assert [(p.split, p.index) for p in problems] == [("test_in", i) for i in range(120)]
     assert [p.prompt for p in problems] != [first.problem("test_out", i).prompt for i in range(120)]
 
-
-# Demonstrations
 
 @pytest.mark.parametrize("solution, steps", [
     ("One.\n\n  Two.  \nThree.", ["One.", "Two.", "Three."]),
@@ -314,8 +305,6 @@ def test_without_worked_solutions_there_is_nothing_to_demonstrate(tmp_path):
         with pytest.raises(BadInput, match="task amc: nothing to demonstrate, --amc-data has no worked solution"):
             demo(problem, rng)
 
-
-# The real files
 
 @pytest.mark.skipif(not os.path.isdir(REAL), reason=f"{REAL} is absent: set NANOCHAT_DATA")
 def test_the_real_files_have_the_known_sizes_and_share_nothing():

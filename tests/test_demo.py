@@ -1,8 +1,4 @@
-"""
-scripts/demo.py: what is printed of solutions and verdicts before and after RL, against the task's own check.
-
-    python -m pytest tests/test_demo.py
-"""
+"""scripts/demo.py: what is printed of solutions and verdicts before and after RL, against the task's own check."""
 import json
 import os
 import re

@@ -1,8 +1,4 @@
-"""
-The pages, README.md and dev/*.md: commands have flags that exist, links lead somewhere, and lines are short.
-
-    python -m pytest tests/test_documents.py
-"""
+"""The pages, README.md and dev/*.md: commands have flags that exist, links lead somewhere, and lines are short."""
 import contextlib
 import functools
 import importlib
@@ -47,8 +43,6 @@ def without_code(text: str) -> str:
     text = re.sub(r"(?<=\n\n)(?: {4}.*\n?)+", "", text)
     return re.sub(r"(`+)(?!`)(?:(?!\n\n).)+?(?<!`)\1(?!`)", "", text, flags=re.DOTALL)
 
-
-# Commands
 
 class Command(NamedTuple):
     """A command as a shell would run it. base: its NANOCHAT_BASE_DIR; is_nested: it is in a script that a page's
@@ -323,8 +317,6 @@ def test_quick_commands_run_as_printed(commands, monkeypatch, capsys):
     assert done == set(RUN)
 
 
-# Links
-
 def anchors_of(text: str) -> set[str]:
     """The anchors of a page's headings by GitHub's rule: lower case, spaces to hyphens, no punctuation but - and _;
     one that is there already gets a number."""
@@ -371,8 +363,6 @@ def test_links_and_anchors_are_found(tmp_path):
     assert [broken(page, link) for link in links] == [True, True, False, False, True, True]
 
 
-# Widths and lengths
-
 @every_page
 def test_lines_are_short(page):
     """But for web addresses that are longer by themselves, and the table of recipes, of which a line is a row."""
@@ -392,8 +382,6 @@ def test_entries_of_the_log_are_short():
     sizes = {title: len(body.strip().splitlines()) for title, _, body in entries}
     assert sizes and not {title: size for title, size in sizes.items() if size > ENTRY_LINES}
 
-
-# Names
 
 @functools.cache
 def flags_there_are() -> set[str]:

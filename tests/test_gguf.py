@@ -33,8 +33,6 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 VALUE_TYPES = {bool: Value.BOOL, int: Value.UINT32, float: Value.FLOAT32, str: Value.STRING}
 
 
-# Making files
-
 def smollm():
     """Like SmolLM2's: digits one by one, then GPT-2's way to cut, special tokens first."""
     library = trained(r"\p{N}", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], [])
@@ -152,8 +150,6 @@ def write_model(path, model, kind: Type = Type.F32, **changes):
                  | tokenizer_metadata(KIND_OF[config.model_type], config.vocab_size), model_tensors(model, kind))
 
 
-# The model
-
 QUANTISED = [kind for kind in Type if kind.name not in STORED and kind in gguf.quants._type_traits]
 CASES = [(family, Type[name]) for family in FAMILIES for name in STORED]
 CASES += [(FAMILIES[i % 3], kind) for i, kind in enumerate(QUANTISED)]
@@ -243,8 +239,6 @@ def test_llama_3s_scaling_is_known_by_its_tensor(factor, tmp_path):
     assert ours.config.rope_scaling == scaling and ours.lm_head.weight.dtype == torch.float16
 
 
-# The tokenizer
-
 TEXTS = [*TEXT[:5], "x  12", "  1234567  89,5\n\n 0", "tabs\t\tand\r\nlines\n\n\n", "don't I'LL they've it'S",
          "naïve café", "東京都 Привет ١٢٣ ½ ²", "🙂👩\u200d👩\u200d👧", "def f(x):\n    return x[0] + 1  # one\n",
          "a\u00a0b\u2003c ", "e\u0301 \u1e9b\u0323", "", " ", "<think>2</think>", "[PAD0] [PAD641]"]
@@ -302,8 +296,6 @@ def test_words_of_llama_3_are_looked_up_first_and_a_text_begins_with_bos_unless_
     ours = tokenizer_of(write(tmp_path / "m.gguf", "llama", metadata, tensors))
     assert [ours.tokens[token] for token in ours.encode("zqzq")] == ["zqzq"]
 
-
-# The script
 
 @pytest.fixture
 def base(tmp_path, monkeypatch):

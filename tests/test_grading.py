@@ -146,8 +146,6 @@ def gone_within(pid: int, seconds: float) -> bool:
     return not is_running(pid)
 
 
-# Equal and different answers
-
 def test_equal_forms_are_true_and_near_misses_false():
     assert [(gold, answer) for gold, answer in rows(EQUAL)
             if grade(completion=box(answer), gold=gold) is not True] == []
@@ -182,8 +180,6 @@ def test_readable_golds():
         assert readable(bad) is False, bad
 
 
-# Extraction
-
 EXTRACTED = [
     ("boxed", r"a \boxed{5} b", "5"), ("boxed", r"\boxed{1} \boxed{2}", "2"),
     ("boxed", r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), ("boxed", r"\boxed{\{1,2\}}", r"\{1,2\}"),
@@ -214,8 +210,6 @@ def test_extractors_are_tried_in_order(no_worker):
     with pytest.raises(KeyError):
         grade(completion="5", gold="5", extract=("bxoed",))
 
-
-# Hostile answers
 
 NOTHING = ["", "\x00", "\ud800", r"\boxed", r"\boxed{", r"\boxed{}", r"\boxed{ }", r"\boxed{$}", r"\boxed{.}",
            r"\fbox{}", "a" * 100_000, "{" * 100_000,
@@ -256,8 +250,6 @@ def test_no_hostile_answer_takes_longer_than_its_budget(monkeypatch):
         assert grade(completion=box(answer), gold=r"2\sqrt{3}") in (False, None), answer[:30]
         assert time.monotonic() - start < 0.4 + PATIENCE, answer[:30]
 
-
-# Workers
 
 def test_a_timeout_is_none_is_not_remembered_and_replaces_the_worker(fresh, monkeypatch):
     assert grade(completion=box(r"\sqrt{12}"), gold=r"2\sqrt{3}") is True
@@ -406,8 +398,6 @@ print(grading.grade(completion="\\boxed{3+x}", gold="x+3"), worker.is_alive())""
         if trainer.poll() is None:
             os.killpg(trainer.pid, signal.SIGKILL)
 
-
-# The real golds
 
 EXCEPTIONS = {  # golds of MATH that cannot be graded
     "train/number_theory/7115.json": "an empty gold", "train/number_theory/7117.json": "an empty gold",

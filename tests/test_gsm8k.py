@@ -55,9 +55,6 @@ def problem_of(question_and_worked) -> Problem:
     return Problem("sft", 0, question_and_worked[0], gold_answer(question_and_worked[1]))
 
 
-# Reading the files
-
-
 def test_what_is_dropped_is_told(task, tmp_path, capsys):
     """No gold answer, two of them; a train problem that is in the test file too is held out."""
     (question, worked), held = worded(0, "train"), worded(0, "test")
@@ -114,8 +111,6 @@ def test_files_that_cannot_be_used_are_bad_input(tmp_path):
         refuses(f"train.jsonl: {message}", train)
 
 
-# Numbers and outcomes
-
 def test_a_number_is_one_plain_number():
     for text, value in {"18": 18, "18.0": 18, "$18": 18, " 1,000 ": 1000, "-$1,234.50": "-1234.5", ".5": "0.5",
                         "18.": 18, "0018": 18, "9" * 5000: "9" * 5000}.items():
@@ -137,8 +132,6 @@ def test_the_outcome_is_the_number(task):
                  "\\boxed{72} <answer>\\boxed{24}</answer>"):
         assert task.check(problem, text) is False, text
 
-
-# Equations
 
 @pytest.mark.parametrize("text, found", [
     ("so 48 / 2 = $26", [("48/2", "26", False)]),
@@ -173,8 +166,6 @@ def test_a_slip_is_another_number_of_the_same_form(shown):
     assert shown != "24" or slips == {"23", "25", "240", "42"}
     assert shown != "1,000" or {"999", "1,001", "10,000"} <= slips
 
-
-# Demonstrations
 
 def test_a_solution_demo_is_the_worked_solution_without_marks(task):
     """Whose steps have no labels: scores leave them out."""
@@ -256,8 +247,6 @@ def test_any_text_gets_a_verification_in_format(task, solution):
     verification = parse_verification(task.fmt, task.verification_demo(problem, solution, random.Random(0)), num_steps)
     assert verification.unmet == () and verification.verdict is task.check(problem, solution)
 
-
-# The real files
 
 @pytest.mark.skipif(not os.path.isdir(REAL), reason=f"{REAL} is absent: set NANOCHAT_DATA")
 def test_all_real_golds_are_read_and_the_splits_share_nothing():

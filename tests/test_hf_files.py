@@ -68,8 +68,6 @@ def files_of(folder):
     return sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
 
 
-# Writing
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trained_model_goes_back_to_transformers(family, tied, tmp_path):
@@ -177,8 +175,6 @@ def test_what_a_killed_export_left_is_told_and_a_folder_that_is_there_not_writte
     assert all(torch.equal(x, before[name]) for name, x in tensors_of(tmp_path / "in").items())
 
 
-# Reading
-
 def test_parameters_keep_the_files_dtype_or_take_the_one_asked_for(tmp_path):
     model = reference_model("qwen3").bfloat16()
     model.save_pretrained(tmp_path)
@@ -236,8 +232,6 @@ def test_allocated_weights_are_filled_in_their_own_dtype_and_stay_tied():
             assert (p.dtype == dtype and p.device == CPU and p.requires_grad
                     and torch.equal(p, source.get_parameter(name).to(dtype)))
 
-
-# Bad folders
 
 def refused(call, *parts):
     """Asserts that a call raises BadInput of one line that has these parts."""
@@ -409,8 +403,6 @@ def test_an_index_cannot_name_files_outside_of_its_folder(folder, tmp_path):
         write(folder, "model.safetensors.index.json", {"weight_map": dict.fromkeys(names, path)})
         refused(lambda: read_model(str(folder), CPU, torch.float32), f"{folder / 'outside.safetensors'} cannot be read")
 
-
-# Where models come from
 
 def test_a_source_is_a_folder_or_a_name_on_the_hub(tmp_path, monkeypatch):
     asked = []

@@ -209,8 +209,6 @@ CONVERSATIONS = [
 ]
 
 
-# Against transformers
-
 @every_kind
 def test_texts_and_conversations_have_the_ids_of_transformers(loaded, references, kind):
     texts = [text for messages in CONVERSATIONS for text in (message["content"] for message in messages)] + TEXT[:5]
@@ -241,8 +239,6 @@ def test_a_saved_copy_is_equal_and_transformers_reads_it(loaded, references, kin
             and again.chat_template == references[kind].chat_template)
     assert not [name for name in os.listdir(tmp_path / "copy") if name.endswith(".tmp")]
 
-
-# Ids and text
 
 @pytest.mark.parametrize("kind", ["qwen25", "llama3", "deepseek"])
 @SETTINGS
@@ -283,8 +279,6 @@ def test_an_added_word_with_letters_of_the_byte_alphabet_is_its_text(tmp_path):
     assert (tokenizer.encode("the cat sat on the mat")
             == HFTokenizer.load(write(tmp_path / "b", qwen(), CHATML_NAMES)).encode("the cat sat on the mat"))
 
-
-# What scripts ask for
 
 def test_stop_tokens_bos_and_the_end_of_an_answer(loaded):
     """The generation config's ids first, then eos and the end of a turn."""
@@ -353,8 +347,6 @@ def test_equals_compares_ids_not_templates(loaded, tmp_path):
         assert not loaded["qwen25"].equals(other)
 
 
-# Conversations and masks
-
 def said(tokenizer, messages) -> list[str]:
     """The trained parts of a conversation as text, special tokens by name."""
     ids, mask = tokenizer.render_conversation(messages, None)
@@ -416,8 +408,6 @@ def test_a_base_model_s_prompt_is_text_and_a_blank_line(loaded, tmp_path):
     assert (without.bos is not None  # it has a bos, and does not add it
             and without.render_prompt("the") == without.encode("the\n\n"))
 
-
-# Hostile texts
 
 def controls(tokenizer, ids) -> Counter:
     return Counter(tokenizer.tokens[i] for i in ids if i in tokenizer._controls)
@@ -587,8 +577,6 @@ def test_templates_have_what_transformers_offers_them(tmp_path):
     assert tokenizer.render_chat(messages) == expected and "東" in tokenizer.decode(expected)
 
 
-# Hostile templates
-
 BAD_TEMPLATES = [
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     ("{{ messages.__init__.__globals__['os'] }}", "unsafe"),
@@ -663,8 +651,6 @@ def test_the_process_that_renders_loads_no_torch_and_ends_with_its_parent(tmp_pa
     else:
         pytest.fail("it is still there")
 
-
-# Files
 
 def test_damaged_files_are_refused_by_name(folders, tmp_path):
     config = "tokenizer_config.json"

@@ -1,6 +1,4 @@
-"""
-label_steps: formulas by hand, the search against a scan, estimates against exact enumeration, files and refusals.
-"""
+"""label_steps: formulas by hand, the search against a scan, estimates against exact enumeration, files and refusals."""
 import json
 import math
 import os
@@ -52,8 +50,6 @@ def labels_of(method: str, values: list) -> tuple[list[float], list[int]]:
 def chain() -> Chain:
     return make_task(parse(chat_sft, [*TASK_FLAGS, "--role", "generator"]))
 
-
-# Formulas
 
 def test_math_shepherd_asks_after_every_step_and_is_hard_or_soft():
     values = [0.9, 0.25, 0.0, 1.0]  # the empty prefix is not asked for
@@ -124,8 +120,6 @@ def test_agreement_by_hand():
     assert agreement([], [], 0.5)["accuracy"] is None
 
 
-# The gold answer
-
 @torch.no_grad()
 def test_the_forced_answer_is_scored_as_a_plain_forward_scores_it():
     model, prompts, answers = random_model(), [[5, 1, 4], [5, 1, 4, 1, 5, 3, 2], [5]], [[0, 6], [1, 0, 6], [6]]
@@ -140,8 +134,6 @@ def test_an_answer_is_forced_in_the_tasks_format_and_its_opening_is_not_scored(b
         assert (tokenizer.decode(given), tokenizer.decode(scored[:-1])) == (opening, rest)
         assert scored[-1] == tokenizer.stop_tokens[0]
 
-
-# Prefixes
 
 def crafted(base) -> tuple:
     """The crafted generator, its sampler, and three solutions of each of some problems."""
@@ -221,8 +213,6 @@ def test_prompts_that_a_longer_one_begins_with_are_told():
     assert are_held([b, a, [1, 2, 3, 4], [2], a, [1, 3]]) == [True, True, False, False, True, False]
     assert are_held([]) == [] and share_right(8, 3) == 3 / 8
 
-
-# The script
 
 def run(out, *flags: str) -> tuple[list[dict], dict]:
     """The lines and the summary that a call writes."""

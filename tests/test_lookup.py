@@ -29,8 +29,6 @@ def demos(task, part: str, num: int = 300) -> list:
     return [(problem, getattr(task, part)(problem, random.Random(i))) for i, problem in enumerate(problems)]
 
 
-# Facts and problems
-
 @pytest.mark.parametrize("num_keys, hops", [(26, 1), (26, 2), (60, 3), (676, 1)])
 def test_every_key_leads_to_a_digit_in_as_many_hops_as_its_level(num_keys, hops):
     facts, others = facts_of(0, num_keys, hops, 10)
@@ -72,8 +70,6 @@ def test_the_gold_answer_of_any_text():
     assert not [part for part in ("variants", "violations", "principle_of", "revise_demo") if hasattr(task, part)]
 
 
-# What a search finds
-
 def test_what_is_found():
     """By the task's own tool too; and what a document says of a key."""
     task = by_hand()
@@ -100,8 +96,6 @@ def test_noise_is_true_whole_and_never_the_same_key_twice(flags):
         assert sum(entry is not None for entry in entries) == 1 + task.noise
         assert all(entry in (None, task.facts[other]) for entry, other in zip(entries, task.facts, strict=True))
 
-
-# Labels
 
 @pytest.mark.parametrize("solution, errors", [
     (RIGHT, [None] * 4),
@@ -143,8 +137,6 @@ def test_any_text_has_a_label_for_each_step_and_can_be_judged_and_corrupted(text
 
 TASK = by_hand()
 
-
-# Demonstrations
 
 @pytest.mark.parametrize("flags", [[], NOISY, ["--lookup-keys", "60", "--lookup-hops", "3", "--lookup-noise", "4"]])
 def test_sure_demonstrations_are_right_in_every_step(flags):

@@ -33,8 +33,6 @@ def numbered(num_rows: int) -> list[dict]:
     return [{**ROW, "problem": f"What is {i}?"} for i in range(num_rows)]
 
 
-# Reading
-
 def test_rows_are_read_as_the_hub_has_them_from_every_kind_of_file(tmp_path):
     right = {**ROW, "steps": ["one", "two", " three "], "label": -1, "final_answer_correct": True}
     judged = [LabelledSolution(ROW["problem"], tuple(ROW["steps"]), 1, False, "math", 1),
@@ -88,8 +86,6 @@ def test_a_limit_is_a_fixed_choice_per_subset_that_a_larger_one_holds(tmp_path):
             and all(s.problem == f"What is {s.row - 1}?" for s in chosen[0]))
 
 
-# Refusing
-
 @pytest.mark.parametrize("changes, words", [
     ({"label": 2}, "label 2 must be from -1 to 1"), ({"label": -2}, "label -2"), ({"label": None}, "label None"),
     ({"label": 0.5}, "label 0.5"), ({"label": True}, "label True"), ({"label": "none"}, "label 'none'"),
@@ -131,8 +127,6 @@ def test_places_without_the_data_are_refused(tmp_path, monkeypatch):
             load_processbench(str(source), subset)
         assert str(error.value).startswith(str(source)) and "\n" not in str(error.value)
 
-
-# Solutions
 
 def test_a_sample_is_a_solution_in_the_format_with_the_answer_in_its_last_steps_last_box():
     for text, answer in {"so \\boxed{4}.": "4", "\\boxed{1} or \\boxed{ 2 }": "2", "\\boxed{\\boxed{5}}": "5",
@@ -190,8 +184,6 @@ def test_the_verifier_is_told_of_every_step_and_of_no_more_whatever_they_hold(st
         if fmt is COMPACT:
             assert prompt.count("|") == 2 and prompt.endswith(f"|{len(steps)}") and not set("TF") & set(prompt)
 
-
-# Formulas of nanochat.rl.measure.voting
 
 def test_first_error_scores_by_hand():
     """Erroneous: labels 0, 2, 1, predicted 0, 1, None: 1/3. Correct: predicted -1, -1, 0, None: 2/4. F1 = 2 * 1/3 * 1/2

@@ -56,8 +56,6 @@ def losses_of(base, tag: str) -> list[float]:
             for line in (base / "chatsft_checkpoints" / tag / "metrics.jsonl").read_text().splitlines()]
 
 
-# Two random models on real problems
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder with two random models, and a base directory (NANOCHAT_BASE_DIR) with both imported and a run of them on
@@ -180,8 +178,6 @@ def test_an_export_of_an_earlier_step_is_in_bf16_unless_told_otherwise(trained, 
             == (trained / "gen" / "model.safetensors").read_bytes())
 
 
-# All scripts
-
 def test_all_scripts_take_an_imported_model(tmp_path, monkeypatch, capsys):
     """SFT of both roles, stopped halfway and continued; RL; then chat_eval, verifier_eval and chat_cli."""
     base = tmp_path / "base"
@@ -217,8 +213,6 @@ def test_all_scripts_take_an_imported_model(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "format compact" in out and "Assistant: " in out and "verdict: " in out
 
-
-# Bad input
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):

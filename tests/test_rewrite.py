@@ -30,9 +30,6 @@ def permutation(word: str) -> tuple[int, ...]:
     return tuple(things)
 
 
-# The kernel accepts no false theorem
-
-
 def test_no_step_between_short_words_is_accepted_that_is_false():
     """All 121 x 121 pairs of words of at most 4 letters, and every step from the 1093 words of at most 6."""
     meant = {word: permutation(word) for word in words(6)}
@@ -112,8 +109,6 @@ def test_every_way_to_apply_a_rule_is_found():
         assert {x + RULES[side] + y for x, side, y in rewritings(word)} == naive
 
 
-# Theorems
-
 def test_theorems_are_true_and_take_a_step():
     task = task_of("rewrite")
     for split in ("sft", "rl", "test_in", "test_out"):
@@ -158,8 +153,6 @@ def test_each_kind_of_variant_by_hand():
         assert all(task_of("rewrite").variants(problem, random.Random(k)).prompt != problem.prompt for k in range(50))
 
 
-# Labels
-
 @pytest.mark.parametrize("solution, errors", [
     (PROOF, [None, None, None]),
     ("cac;a;=a", [None, "jump"]),
@@ -181,9 +174,6 @@ def test_an_accepted_text_has_right_steps_and_a_rejected_one_a_wrong_step_or_end
         text = task.corrupted_solution(problem, random.Random(i))
         ended = text.endswith(f";{problem.answer};={problem.answer}") or text == f"{problem.answer};={problem.answer}"
         assert task.check(problem, text) is (all(task.step_labels(problem, text)) and ended)
-
-
-# Demonstrations
 
 
 def test_demonstrations_show_a_misconceived_fact_wrongly_as_often_as_asked_and_others_never():

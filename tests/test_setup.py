@@ -91,8 +91,6 @@ def test_an_installation_that_failed_is_not_taken_for_one(project, command, code
     assert start(project).wait() == 0 and installs(project) == 1 + was_there
 
 
-# What is set in the environment
-
 SHOW = 'set -euo pipefail; source "$0"; printf "%s|%s" "${NANOCHAT_BASE_DIR-none}" "${NANOCHAT_EXPERIMENTS_DIR-none}"'
 
 
@@ -200,8 +198,6 @@ def test_a_script_runs_with_the_package_beside_it(tmp_path):
                            f"{tmp_path}: install it with `pip install -e {tmp_path}`, or set PYTHONPATH={tmp_path}\n")
     assert run(tmp_path).returncode == 0
 
-
-# Ctrl-C while a program imports
 
 SLOW = """import sys, time
 sys.stderr.write("importing\\n"); sys.stderr.flush()

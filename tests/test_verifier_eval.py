@@ -228,8 +228,6 @@ def test_marks_inside_steps_reach_the_verifier_as_question_marks(capsys, bench, 
     assert got["subsets"]["math"]["correct_acc"] is None and got["average"]["f1"] is None
 
 
-# Best of n
-
 @pytest.mark.parametrize("score", list(SCORES))
 def test_best_of_n_chooses_among_texts_sampled_by_hand(capsys, base, tmp_path, score):
     """4 solutions of each of 40 problems, 3 verifications of each."""
@@ -328,8 +326,6 @@ def test_solutions_that_do_not_fit_the_verifier_are_counted_and_score_nothing(ca
     assert any(line.startswith(f"{got['too_long']} of 40 solutions do not fit") for line in lines)
     assert got["parse_fail"] == sum(sum(row["malformed"]) for row in got["samples"]) / (3 * (40 - got["too_long"]))
 
-
-# Checkpoints, ranks, refusing
 
 def test_stage_and_step_name_the_verifier_and_rl_says_how_long_it_may_write(capsys, bench, base, tmp_path):
     changed(base, "rl", "r-ver", 5)

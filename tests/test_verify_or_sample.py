@@ -1,8 +1,6 @@
 """
 verify_or_sample: expected accuracies against enumeration; costs, leads and the crossover by hand; runs of tiny
 models.
-
-    python -m pytest tests/test_verify_or_sample.py
 """
 import json
 import random
@@ -26,8 +24,6 @@ ROW = {"index": 0, "answers": ["a", "b", "a"], "outcomes": [True, False, True], 
        "verdicts": [[True, True], [False, False], [True, None]], "step_verdicts": [[[], []]] * 3,
        "verification_lengths": [[2, 4], [6, 8], [0, 10]]}
 
-
-# The points
 
 def test_counts_are_powers_of_two():
     assert [powers(most) for most in (1, 2, 5, 8)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
@@ -80,8 +76,6 @@ def test_points_are_means_over_problems():
     assert vote.half == pytest.approx(12.706 * 0.5 ** 0.5 / 2 ** 0.5, rel=1e-3)  # Student's t, 2 values
     assert points_of(solved[:1], {("maj", 1, 0): 10.0})[0].half is None
 
-
-# Verifying against voting
 
 VOTES = {("maj", 1, 0): 10.0, ("maj", 2, 0): 40.0}
 
@@ -157,8 +151,6 @@ def test_a_lead_within_its_interval_is_not_sure():
     found = crossover([Lead(20.0, 0.5, 0.6, 0.1, 0.2, []), Lead(40.0, 0.5, 0.8, 0.3, 0.2, [])])
     assert (found["from"], found["ahead"], found["surely"]) == (20.0, 2, 1)
 
-
-# Runs
 
 FLAGS = [*VERIFIER, "--generator-tag", "tiny", "--max-problems", "6", "--num-samples", "4", "--num-verifications", "2"]
 
