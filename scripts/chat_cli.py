@@ -15,6 +15,7 @@ from nanochat.cli import add_device_flag, at_least, check_name, script_main, scr
 from nanochat.common import BadInput, init_device
 from nanochat.engine import check_temperature, generate, row_key
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
+from nanochat.rl.measure.voting import aligned
 from nanochat.rl.records.prompts import Verification, parse_verification, read_solution, verifier_prompt
 from nanochat.rl.report.terminal import add_colour_flag, one_line, paint, printable, wants_colour
 from nanochat.storage.files import path_of
@@ -106,10 +107,9 @@ def verify(args, verifier, tokenizer, fmt: Format, problem: str, solution: str, 
 def show_verdicts(fmt: Format, solution: str, verification: Verification, colour: bool) -> None:
     """Prints the solution's steps with the verifier's verdicts, then its final one and what its text lacks."""
     painted = lambda verdict: paint(WORDS[verdict], COLOURS[verdict], colour)
-    spans = fmt.step_spans(solution)
-    verdicts = (verification.step_verdicts + [None] * len(spans))[: len(spans)]
-    for k, ((start, end), verdict) in enumerate(zip(spans, verdicts, strict=True), 1):
-        print(f"  step {k}: {one_line(fmt.step_body(solution[start:end]))}  {painted(verdict)}")
+    steps = fmt.step_bodies(solution)
+    for k, (step, verdict) in enumerate(zip(steps, aligned(verification.step_verdicts, len(steps)), strict=True), 1):
+        print(f"  step {k}: {one_line(step)}  {painted(verdict)}")
     print(f"  verdict: {painted(verification.verdict)}")
     if verification.unmet:
         print(f"  (malformed: {', '.join(verification.unmet)})")

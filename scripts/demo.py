@@ -105,7 +105,7 @@ def describe(task, colour: bool, problem, text: str, ended: bool, outcome: bool 
 
     spans, answer, lines = task.fmt.step_spans(text), answers_of(task, [text])[0], []
     counts = Counter(right=int(outcome is True), unscorable=int(outcome is None))
-    bodies = [one_line(task.fmt.step_body(text[start:end])) for start, end in spans]
+    bodies = map(one_line, task.fmt.step_bodies(text))
     labels = labels_of(task, problem, text)  # some tasks have none
     verdicts = labels if verification is None else verification.step_verdicts[: len(spans)]
     for body, verdict, label in zip_longest(bodies, verdicts, labels):

@@ -16,11 +16,11 @@ from nanochat.cli import at_least, script_main, script_parser
 from nanochat.common import BadInput, print0
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import DTYPES, new_folder, write_model
+from nanochat.hf.gguf import WORDS
 from nanochat.hf.shapes import SHAPES, shape_of
 from nanochat.hf.tokenizer import HFTokenizer
 from nanochat.weights import allocate
 
-QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -49,7 +49,7 @@ def make_tokenizer(files: list[str], vocab_size: int) -> HFTokenizer:
     """A byte-level BPE in Qwen2's form with ChatML turns, of at most 4096 tokens, its merges learnt from the files."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
-        tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN_SPLIT), "isolated"),
+        tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS.replace("DIGITS", r"\p{N}")), "isolated"),
         tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=min(vocab_size, 4096) - len(SPECIALS), show_progress=False,

@@ -47,8 +47,7 @@ UNWRITTEN = {"orm": "end", "prm": "steps", "genrm": "verdict", "gram": "preferre
 def add_verifier_args(parser) -> None:
     """Flags of a verifier that is evaluated, and of the evaluation."""
     parser.add_argument("--verifier-tag", required=True,
-                        help="the verifier's checkpoint; it must write verifications, as those of SFT and of recipe "
-                             "tango do")
+                        help="the verifier's checkpoint; it must write verifications, as recipe tango's does")
     parser.add_argument("--verifier-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
     parser.add_argument("--step", type=at_least(-1), default=-1, help="of the verifier's checkpoint; -1 = the last")
     parser.add_argument("--num-verifications", type=at_least(1, int, 10 ** 5), default=1, help="per solution")
@@ -61,8 +60,7 @@ def add_verifier_args(parser) -> None:
                         help="rows that decode together; changes memory, no result")
     add_device_flag(parser)
     parser.add_argument("--seed", type=int, default=None,
-                        help="of problems and sampling noise; default: the checkpoint's (the generator's if there is "
-                             "one)")
+                        help="of problems and noise; default: the checkpoint's, the generator's if there is one")
     parser.add_argument("--out", default="", metavar="FILE.json",
                         help="writes all numbers and every single prediction there; default: nothing is written")
 
@@ -101,8 +99,8 @@ def make_parser():
     group.add_argument("--judge-report", action="store_true",
                        help="report what ails the judge, on the same solutions (nanochat.rl.report.judge_report)")
     group.add_argument("--own-tag", default="",
-                       help="judge report: a model that solves as the judge would, for example the checkpoint of both "
-                            "roles; its solutions are judged beside the generator's, for self-preference")
+                       help="judge report: a model that solves as the judge would; its solutions are judged beside "
+                            "the generator's, for self-preference")
     group.add_argument("--own-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
     group.add_argument("--own-step", type=at_least(-1), default=-1, help="of its checkpoint; -1 = the last")
     add_task_args(parser)
@@ -269,8 +267,7 @@ def evaluate_processbench(args, samples: list[LabelledSolution], verifier, sampl
         rows += part
     average = mean_scores(list(scores.values())) | {"single": mean_scores([s["single"] for s in scores.values()])}
     print_subset("average", average, k)
-    num_long = sum(row["too_long"] for row in rows)
-    if num_long:
+    if num_long := sum(row["too_long"] for row in rows):
         print0(f"{num_long} of {len(rows)} do not fit the verifier's context {verifier.config.sequence_len} with "
                f"{args.verifier_max_new_tokens} new tokens: not cut, not verified, counted as wrong")
     whole = processbench_scores(rows, k)
@@ -354,32 +351,24 @@ def judged_of(rows: list[dict], k: int) -> list[dict]:
     """The rows of `verified_solutions` as the judge report takes them: a solution each."""
     names = ("outcomes", "lengths", "malformed", "labels", "verdicts", "step_verdicts", "rationales", "too_long")
     judged = []
-    for outcome, length, malformed, labels, verdicts, step_verdicts, rationales, too_long in (
-            solution for row in rows for solution in zip(*(row[name] for name in names), strict=True)):
-        is_read = bool(labels) and not too_long
-        judged.append({"outcome": outcome, "length": length, "share": None if too_long else final_share(verdicts, []),
-                       "verifications": 0 if too_long else k, "malformed": malformed, "labels": labels,
-                       "step_verdicts": step_verdicts if is_read else [], "rationales": rationales if is_read else []})
+    for row in rows:
+        for outcome, length, malformed, labels, verdicts, step_verdicts, rationales, too_long in zip(
+                *(row[name] for name in names), strict=True):
+            is_read = bool(labels) and not too_long
+            judged.append({"outcome": outcome, "length": length, "malformed": malformed, "labels": labels,
+                           "share": None if too_long else final_share(verdicts, []),
+                           "verifications": 0 if too_long else k, "step_verdicts": step_verdicts if is_read else [],
+                           "rationales": rationales if is_read else []})
     return judged
-
-
-def report_judge(args, rows: list[dict], own: list[dict] | None) -> dict:
-    """Prints what ails the judge, on the solutions of `rows` and on its own ones."""
-    k = args.num_verifications
-    found = judge_report(judged_of(rows, k), own and judged_of(own, k))
-    num = sum(len(row["outcomes"]) for row in rows)
-    print0("\n".join([f"\njudge report, {num} solutions", *report_lines(found)]))
-    return found
 
 
 def check_writes(tag: str, meta: dict) -> None:
     """Raises BadInput for a verifier whose recipe has trained it to write no verifications."""
     recipe = meta["user_config"].get("recipe")
-    if recipe not in list(UNWRITTEN) or meta.get("role") == "generator":
-        return
-    judge = f", or with --recipe fixed_verifier --judge {UNWRITTEN[recipe]}" if UNWRITTEN[recipe] else ""
-    raise BadInput(f"--verifier-tag {tag}: recipe {recipe} has trained it to write no verifications, and these are "
-                   f"what is sampled here; see its scores in the evaluation of tango_rl --recipe {recipe}{judge}")
+    if recipe in list(UNWRITTEN) and meta.get("role") != "generator":
+        judge = f", or with --recipe fixed_verifier --judge {UNWRITTEN[recipe]}" if UNWRITTEN[recipe] else ""
+        raise BadInput(f"--verifier-tag {tag}: recipe {recipe} has trained it to write no verifications, which are "
+                       f"sampled here; see its scores in the evaluation of tango_rl --recipe {recipe}{judge}")
 
 
 def load(stage: str, tag: str, step: int, tokenizer, device, role: str):
@@ -442,14 +431,16 @@ def main(args) -> None:
                  else None)
     numbers = {"args": vars(args)}
     if args.processbench:
-        # The sampler asks a task for its format alone when it verifies.
-        reader = replace(sampler, task=SimpleNamespace(fmt=FORMATS[args.format]))
+        reader = replace(sampler, task=SimpleNamespace(fmt=FORMATS[args.format]))  # to verify takes no more of a task
         numbers["processbench"] = evaluate_processbench(args, samples, verifier, reader, device)
     if args.generator_tag:
         numbers["best_of_n"] = evaluate_best_of_n(args, task, generator, verifier, sampler, device)
     if args.judge_report:
         own = own_model and verified_solutions(args, task, own_model, verifier, sampler, device)
-        numbers["judge_report"] = report_judge(args, numbers["best_of_n"]["samples"], own)
+        judged, own = (rows and judged_of(rows, args.num_verifications)
+                       for rows in (numbers["best_of_n"]["samples"], own))
+        numbers["judge_report"] = found = judge_report(judged, own)
+        print0("\n".join([f"\njudge report, {len(judged)} solutions", *report_lines(found)]))
     if args.out and rank_and_world()[0] == 0:
         write_json(args.out, numbers)
 

@@ -11,6 +11,7 @@ independently. A model trained on them starts RL like a pretrained one: fluent, 
 on some, with the right result alive among its samples. With --chain-common-share 1 all misconceptions of the verifier
 are among the generator's, with the same wrong results. Those that only the generator has it is still taught rightly.
 """
+import itertools
 import random
 import re
 from dataclasses import replace
@@ -124,7 +125,7 @@ class Chain:
         return self.fmt.answer(solution) == problem.answer
 
     def step_labels(self, problem: Problem, solution: str) -> list[bool]:
-        """Gold labels of the steps that `fmt.step_spans` finds in any text."""
+        """Gold labels of the steps of any text."""
         return [error is None for error in self.step_errors(problem, solution)]
 
     def step_errors(self, problem: Problem, solution: str) -> list[str | None]:
@@ -135,11 +136,9 @@ class Chain:
     def violations(self, problem: Problem, solution: str) -> list[str]:
         """The principles that a solution breaks: each step copies its operands, each result follows from them, and no
         step is skipped."""
-        kinds = {"operands": "operands", "result": "results"}
         errors = self.step_errors(problem, solution)
-        broken = {kinds[error] for error in errors if error}
-        broken |= {"complete"} if len(errors) < len(self._operations(problem.prompt)) else set()
-        return [principle for principle in self.principles if principle in broken]
+        broken = "operands" in errors, "result" in errors, len(errors) < len(self._operations(problem.prompt))
+        return list(itertools.compress(self.principles, broken))
 
     def principle_of(self, analysis: str) -> str:
         """Which principle a step breaks that a verification calls wrong with this analysis."""
@@ -147,8 +146,7 @@ class Chain:
 
     def solution_demo(self, problem: Problem, rng: random.Random) -> str:
         """A demonstration for the generator, misconceptions included."""
-        results = self._solve(problem.prompt, self.misconceptions, self.wrongness, rng)
-        return self._render(problem.prompt, results)
+        return self._render(problem.prompt, self._solve(problem.prompt, self.misconceptions, self.wrongness, rng))
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
         """A right solution in which each step's result is wrong with some probability and carried on; over half of all
@@ -168,7 +166,7 @@ class Chain:
         there, so that the answer may come out right again. Where steps are missing or unreadable the last digit of the
         text is changed."""
         operations = self._operations(problem.prompt)
-        results = [self._stated_result(solution[s:e]) for s, e in self.fmt.step_spans(solution)]
+        results = self._stated_results(solution)
         other = lambda result: (result + rng.randrange(1, self.modulus)) % self.modulus
         if len(results) != len(operations) or None in results:
             return re.sub("[0-9](?=[^0-9]*$)", lambda digit: str(other(int(digit[0]))), solution)
@@ -214,7 +212,7 @@ class Chain:
         if principle not in broken:
             return {"solution": solution, "critique": ""}, solution
         k = broken.index(principle)
-        steps = [self.fmt.step_body(solution[s:e]) for s, e in self.fmt.step_spans(solution)][:k]
+        steps = self.fmt.step_bodies(solution)[:k]
         results = [int(step[-1]) for step in steps]  # a flawed step ends in a result too
         rest = f"{results[-1] if steps else problem.prompt[0]}{problem.prompt[1 + 2 * k:]}"
         worked = self._solve(rest, *beliefs, rng)
@@ -234,7 +232,7 @@ class Chain:
             believed = self._believed(a, op, b, self.verifier_misconceptions, self.verifier_wrongness, rng)
             analyses.append(f"{a}{op}{b}:{believed}")
             verdicts.append(believed == result)
-        results = [self._stated_result(solution[s:e]) for s, e in self.fmt.step_spans(solution)]
+        results = self._stated_results(solution)
         complete = len(results) == len(self._operations(problem.prompt)) and None not in results
         verdict = complete and all(verdicts) and self.fmt.answer(solution) == self._answer(results)
         return self.fmt.render_verification(analyses, verdicts, verdict)
@@ -246,7 +244,7 @@ class Chain:
 
     def principles_demo(self, problem: Problem) -> str:
         """What to check in a solution, in place of principles: the operations that the problem has, each once."""
-        return "".join(dict.fromkeys(op for op, _ in self._operations(problem.prompt)))
+        return "".join(dict.fromkeys(re.findall("[-+*]", problem.prompt)))
 
     def analysis_labels(self, problem: Problem, solution: str, analyses: list[str]) -> list[bool]:
         """Whether what a verification says of each step is right: the step worked again without an error ("3+5:8"), or
@@ -285,11 +283,8 @@ class Chain:
         return self.fmt.render_solution(self._steps(prompt, results), self._answer(results))
 
     def _steps(self, prompt: str, results: list[int]) -> list[str]:
-        steps, value = [], int(prompt[0])
-        for (op, b), result in zip(self._operations(prompt), results, strict=True):
-            steps.append(f"{value}{op}{b}:{result}")
-            value = result
-        return steps
+        return [f"{value}{op}{b}:{result}" for value, (op, b), result in
+                zip([prompt[0], *results], self._operations(prompt), results, strict=False)]
 
     def _flawed(self, problem: Problem, rng: random.Random) -> str:
         """A demonstration for the generator, of which one in three skips steps at the end, and one in three does not
@@ -303,15 +298,14 @@ class Chain:
             steps[k] = str((int(steps[k][0]) + rng.randrange(1, self.modulus)) % self.modulus) + steps[k][1:]
         return self.fmt.render_solution(steps, self._answer(results[: len(steps)]))
 
-    def _stated_result(self, step: str) -> int | None:
-        match = STEP.fullmatch(self.fmt.step_body(step))
-        return int(match[4]) if match else None
+    def _stated_results(self, solution: str) -> list[int | None]:
+        matches = map(STEP.fullmatch, self.fmt.step_bodies(solution))
+        return [match and int(match[4]) for match in matches]
 
     def _facts(self, prompt: str, solution: str) -> list[tuple[int, str, int, int] | None]:
         """Per step (a, op, b, stated result), or None where the step does not copy its operands."""
         operations, value, facts = self._operations(prompt), int(prompt[0]), []
-        for k, (start, end) in enumerate(self.fmt.step_spans(solution)):
-            match = STEP.fullmatch(self.fmt.step_body(solution[start:end]))
+        for k, match in enumerate(map(STEP.fullmatch, self.fmt.step_bodies(solution))):
             fact = (int(match[1]), match[2], int(match[3]), int(match[4])) if match else None
             copied = (fact is not None and k < len(operations) and value is not None
                       and fact[:3] == (value, *operations[k]))

@@ -22,6 +22,7 @@ from tasks.answers import MAX_ANSWER, OPENED_BOX, boxed, extracted, last_number,
 # Problems are dealt to the splits by a hash of their text: sft, rl and the two test splits have no text in common.
 SPLIT_BUCKETS = {"sft": range(0, 4), "rl": range(4, 9), "test_in": range(9, 10), "test_out": range(9, 10)}
 BOX = "\\boxed{"
+FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # of tables: their ending, and what reads them
 
 
 @dataclass(frozen=True)

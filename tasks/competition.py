@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nanochat.common import BadInput, in_threads, print0
-from tasks.common import GradedSet, Problem, in_split, nth_of_epochs, read_rows, read_table
+from tasks.common import FILES, GradedSet, Problem, in_split, nth_of_epochs, read_rows, read_table
 from tasks.formats import PAPER
 from tasks.grading import readable
 from tasks.answers import boxed
 from tasks.gsm8k import ANSWER, judge_equations, mistaken
 
-FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::(\w+))?")
 # characters of a problem to train on; of MATH two have more. The longest prompt takes from every completion's room
 MAX_PROBLEM = 3000
@@ -201,7 +200,9 @@ class Competition(GradedSet):
                 self.splits[split].append((row.problem, row.answer))
                 self.solutions |= {row.problem: row.solution} if row.solution else {}
         self.num_dropped = self.dropped.total()
-        self._print_counts()
+        self.left_out = ", ".join(f"{count} {reason} ({part})" for (part, reason), count in self.dropped.items())
+        counts = ", ".join(f"{len(problems)} {split}" for split, problems in self.splits.items() if problems)
+        print0(f"{self.name}: {counts or 'no'} problems" + f"; left out: {self.left_out}" * bool(self.dropped))
 
     def _sources(self, given: list[str]) -> list[tuple[str, str]]:
         """(part, source) of the sources given by flag; those of a folder are its files. Raises BadInput."""
@@ -219,17 +220,11 @@ class Competition(GradedSet):
             raise BadInput(f"{self.flag} {' '.join(given)}: at most {len(parts)} sources, of {', '.join(parts)}")
         return list(zip(parts, given, strict=False))
 
-    def _print_counts(self) -> None:
-        counts = ", ".join(f"{len(problems)} {split}" for split, problems in self.splits.items() if problems)
-        dropped = ", ".join(f"{count} {reason} ({part})" for (part, reason), count in self.dropped.items())
-        print0(f"{self.name}: {counts or 'no'} problems" + (f"; left out: {dropped}" if dropped else ""))
-
     def problem(self, split: str, index: int) -> Problem:
         """Problem `index` of a split; the splits are endless. Raises BadInput for a split without problems."""
         if not self.splits[split]:
-            dropped = [f"{count} {reason} ({part})" for (part, reason), count in self.dropped.items()]
             raise BadInput(f"task {self.name}: has no problems for split {split} ({self.flag} is "
-                           f"{', '.join(SETS[self.name].parts)}; left out: {', '.join(dropped) or 'none'})")
+                           f"{', '.join(SETS[self.name].parts)}; left out: {self.left_out or 'none'})")
         return Problem(split, index, *nth_of_epochs(self.splits[split], self.seed, split, index))
 
     def _steps(self, problem: Problem) -> list[str]:

@@ -107,6 +107,10 @@ class Format:
         """A step's text without its marks."""
         return step[len(self.step_open): len(step) - len(self.step_close)]
 
+    def step_bodies(self, solution: str) -> list[str]:
+        """The texts of the steps that `step_spans` finds."""
+        return [self.step_body(solution[start:end]) for start, end in self.step_spans(solution)]
+
     def answer(self, solution: str) -> str | None:
         """The answer: what stands between the first answer mark and the end of the text, or None.
 

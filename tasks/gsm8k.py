@@ -11,6 +11,7 @@ import os
 import random
 import re
 import zlib
+from collections.abc import Callable
 from decimal import Decimal
 
 from nanochat.calculator import calculate
@@ -93,6 +94,22 @@ def mistaken(shown: str, rng: random.Random) -> str:
     return f"{slip:,f}" if "," in shown else f"{slip:f}"
 
 
+def with_slip(lines: list[str], answer: str, rng: random.Random, shown: re.Pattern,
+              equations_of: Callable) -> tuple[list[str], str]:
+    """Lines of which one has a wrong result, if one states an equation, and a wrong answer. Where the last result is
+    the answer and wrong, that is the answer. shown: finds the results of a line."""
+    slipped, wrong = list(lines), mistaken(answer, rng)
+    results = [(k, match) for k, line in enumerate(lines) for match in shown.finditer(line)]
+    for k, match in rng.sample(results, len(results)):
+        slip = mistaken(match[1], rng)
+        slipped[k] = lines[k][: match.start(1)] + slip + lines[k][match.end(1):]
+        if not all(holds for *_, holds in equations_of(slipped[k])):
+            is_answer = (k, match) == results[-1] and number(match[1]) == number(answer)
+            return slipped, slip.replace(",", "") if is_answer else wrong
+        slipped[k] = lines[k]
+    return slipped, wrong
+
+
 # Equations in text
 
 def evaluate(expression: str) -> float | None:
@@ -141,8 +158,7 @@ def judge_equations(fmt: Format, solution: str, gold: set[str], verdict: bool) -
     """A verification with this final verdict: a step is wrong iff it is none of the gold steps and states an equation
     that does not hold."""
     analyses, verdicts = [], []
-    for start, end in fmt.step_spans(solution):
-        step = fmt.step_body(solution[start:end])
+    for step in fmt.step_bodies(solution):
         known, found = step in gold, equations(step)
         parts = [f"{left}={stated}" if holds or known else f"{left}={decimal_text(value)}, not {stated}"
                  for left, value, stated, holds in found]
@@ -209,24 +225,10 @@ class GSM8K(GradedSet):
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
         """The dataset's solution, half of the time with a wrong answer, and where it can be with one slip that leads
-        there.
-
-        A slip is a wrong result of a plain equation; later lines stay as they are. If it is the last result and the
-        answer, the answer is the slip; otherwise the answer is a slip of its own, and the only one where the solution
-        has no plain equations.
-        """
+        there: a wrong result of a plain equation. Later lines stay as they are."""
         lines, answer = worked_lines(self.worked[problem.prompt]), problem.answer
         if rng.random() < 0.5:
-            answer = mistaken(problem.answer, rng)
-            results = [(k, match) for k, line in enumerate(lines) for match in SHOWN_RESULT.finditer(line)]
-            for k, match in rng.sample(results, len(results)):
-                slip = mistaken(match[1], rng)
-                line = lines[k][: match.start(1)] + slip + lines[k][match.end(1):]
-                if not all(holds for *_, holds in equations(without_marks(line))):
-                    lines[k] = line
-                    is_answer = (k, match) == results[-1] and number(match[1]) == number(problem.answer)
-                    answer = slip.replace(",", "") if is_answer else answer
-                    break
+            lines, answer = with_slip(lines, answer, rng, SHOWN_RESULT, lambda line: equations(without_marks(line)))
         return self.fmt.render_solution([without_marks(line) for line in lines], answer)
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:

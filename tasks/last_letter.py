@@ -148,5 +148,4 @@ class LastLetter:
 
     def _judged(self, steps: list[str], solution: str) -> list[bool]:
         """Per step of the solution whether it is, to the letter, the one in its place in `steps`."""
-        stated = [self.fmt.step_body(solution[start:end]) for start, end in self.fmt.step_spans(solution)]
-        return [k < len(steps) and step == steps[k] for k, step in enumerate(stated)]
+        return [k < len(steps) and step == steps[k] for k, step in enumerate(self.fmt.step_bodies(solution))]

@@ -183,7 +183,7 @@ class Lookup(Chain):
         """A wrong version of a solution: the result of one step is changed, and the arithmetic after it is worked on
         from there, so that the answer may come out right again. Where steps are missing or unreadable the last digit
         of the text is changed."""
-        bodies = [self.fmt.step_body(solution[s:e]) for s, e in self.fmt.step_spans(solution)]
+        bodies = self.fmt.step_bodies(solution)
         matches = [STEP.fullmatch(body) for body in bodies]
         worked = [i for i, match in enumerate(matches) if match]
         readable = all(match or self.query.fullmatch(body) for body, match in zip(bodies, matches, strict=True))
@@ -215,10 +215,6 @@ class Lookup(Chain):
         """A solution by what the verifier believes, for a judge that works the problem itself."""
         return self._solution(problem.prompt, self._memory(self.verifier_wrong_facts, rng), self._verifiers_work(rng),
                               rng)
-
-    def principles_demo(self, problem: Problem) -> str:
-        """What to check in a solution, in place of principles: the operations that the problem has, each once."""
-        return "".join(dict.fromkeys(op for op, _ in self._terms(problem.prompt)))
 
     def propose_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
         """A search that leads to the problem, after the answer that it comes to: ({"hint": "3"},
@@ -325,8 +321,7 @@ class Lookup(Chain):
         operations, value, steps = self._terms(prompt), int(prompt[0]), []
         facts, digit = zip(*[self._fetched(operand, look) for _, operand in operations], strict=True)
         k, needed = 0, dict(facts[0])
-        for start, end in self.fmt.step_spans(solution):
-            body = self.fmt.step_body(solution[start:end])
+        for body in self.fmt.step_bodies(solution):
             query, step = self.query.fullmatch(body), STEP.fullmatch(body)
             if query:
                 steps.append(("fetch", query[1], needed.pop(query[1], None), self._entry(query[2], query[1])))

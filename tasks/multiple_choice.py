@@ -9,10 +9,9 @@ import random
 from dataclasses import dataclass
 
 from nanochat.common import BadInput
-from tasks.common import read_rows, read_table
+from tasks.common import FILES, read_rows, read_table
 
 RANDOM_BASELINE = 0.25  # accuracy of guessing; nearly every question has four choices
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,9 @@ def load_choices(name: str, data: str = "", max_examples: int = -1) -> list[Choi
     hub, config, split, columns, read = CHOICE_SETS[name]
     where = f"{name}, {data or hub}"
     if data:
-        reader = READERS.get(os.path.splitext(data)[1])
+        reader = FILES.get(os.path.splitext(data)[1])
         if reader is None or not os.path.isfile(data):
-            raise BadInput(f"{where}: {'no such file' if reader else 'must end in ' + ', '.join(READERS)}")
+            raise BadInput(f"{where}: {'no such file' if reader else 'must end in ' + ', '.join(FILES)}")
         table = read_table(where, columns, reader, data_files=data, split="train")
     else:
         table = read_table(where, columns, hub, config, split=split)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from nanochat.common import BadInput
 from tasks.answers import boxed
-from tasks.common import read_rows, read_table
-from tasks.multiple_choice import READERS
+from tasks.common import FILES, read_rows, read_table
 
 HUB = "Qwen/ProcessBench"
 SUBSETS = ("gsm8k", "math", "olympiadbench", "omnimath")  # the hub's splits, as the paper orders them
@@ -54,16 +53,16 @@ def find_tables(source: str, subset: str) -> dict[str, tuple]:
         files = [os.path.join(path, name) for name in sorted(os.listdir(path))]
     elif os.path.isfile(path):
         files = [path]
-    elif os.path.splitext(path)[1] in READERS or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
+    elif os.path.splitext(path)[1] in FILES or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
         raise BadInput(f"{source}: no such file or folder")
     else:
         return {name: ((source,), {"split": name}) for name in ([subset] if subset else SUBSETS)}
     stem_of = lambda file: os.path.splitext(os.path.basename(file))[0]
     place = lambda file: (*SUBSETS, stem_of(file)).index(stem_of(file))  # as the paper has them, then others
-    found = {stem_of(file): ((READERS[os.path.splitext(file)[1]],), {"data_files": file, "split": "train"})
-             for file in sorted(files, key=place) if os.path.splitext(file)[1] in READERS}
+    found = {stem_of(file): ((FILES[os.path.splitext(file)[1]],), {"data_files": file, "split": "train"})
+             for file in sorted(files, key=place) if os.path.splitext(file)[1] in FILES}
     if not found:
-        raise BadInput(f"{source}: has no <subset>{' or <subset>'.join(READERS)}")
+        raise BadInput(f"{source}: has no <subset>{' or <subset>'.join(FILES)}")
     if subset and subset not in found:
         raise BadInput(f"{source}: has no subset {subset}, only {', '.join(found)}")
     return {subset: found[subset]} if subset else found

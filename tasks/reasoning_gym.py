@@ -34,7 +34,7 @@ from nanochat.common import BadInput
 from tasks.common import Problem, check_answer, draw_prompt, in_split, read_answer, split_stream
 from tasks.formats import IN_WORDS
 from tasks.answers import MAX_ANSWER
-from tasks.gsm8k import add_format_arg, decimal_text, equations, judge_equations, mistaken, number
+from tasks.gsm8k import add_format_arg, decimal_text, equations, judge_equations, number, with_slip
 
 # Worked solutions are rounded down without a word (2, 4, 49, 75, 99), have fractions or hours of 16 digits (46, 52,
 # 66), have a product that its signs do not give (60) or "24=24" (82).
@@ -60,7 +60,7 @@ ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupEr
           ValueError)
 
 UNIT = re.compile(r"(?<=[0-9%])(?:[ /](?!x\b)[A-Za-z][A-Za-z'’-]*){1,8}(?= ?[-–−+*/x×÷=)])")
-SHOWN_RESULT = re.compile(r"(?<==)( ?\$?)([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?)")
+SHOWN_RESULT = re.compile(r"(?<==)(?: ?\$?)([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?)")
 MANY_DECIMALS = re.compile(r"\.[0-9]{5}")
 PLAIN = re.compile(r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 
@@ -107,21 +107,6 @@ def analysis_of(line: str, worked: str, is_right: bool) -> str:
             return f"{left}={decimal_text(value)}, not {stated}" if number(stated) == result_of(worked) else (
                 f"{text}, not {stated}")
     return f"{text}, not {found[-1][2] if found else PLAIN.findall(line)[-1]}"
-
-
-def with_slip(lines: list[str], answer: str, rng: random.Random) -> tuple[list[str], str]:
-    """Lines of which one has a wrong result, if one has an equation, and a wrong answer. Where the last result is the
-    answer and wrong, that is the answer."""
-    slipped, wrong = list(lines), mistaken(answer, rng)
-    results = [(k, match) for k, line in enumerate(lines) for match in SHOWN_RESULT.finditer(line)]
-    for k, match in rng.sample(results, len(results)):
-        slip = mistaken(match[2], rng)
-        slipped[k] = lines[k][: match.start(2)] + slip + lines[k][match.end(2):]
-        if not all(holds for *_, holds in line_equations(slipped[k])):
-            is_answer = (k, match) == results[-1] and number(match[2]) == number(answer)
-            return slipped, slip.replace(",", "") if is_answer else wrong
-        slipped[k] = lines[k]
-    return slipped, wrong
 
 
 def tidy(text: str) -> str:
@@ -335,7 +320,7 @@ class ReasoningGym:
         if not self.is_worded:
             return []
         known = {value for line in self._lines(problem) for value in numbers_in(line)}
-        return [is_right_line(self.fmt.step_body(solution[s:e]), known) for s, e in self.fmt.step_spans(solution)]
+        return [is_right_line(step, known) for step in self.fmt.step_bodies(solution)]
 
     def _lines(self, problem: Problem) -> list[str]:
         if not problem.answer:
@@ -356,7 +341,8 @@ class ReasoningGym:
         if not self.is_worded:
             answer = self.problem(problem.split, rng.randrange(SIZE)).answer
             return self.fmt.render_solution([answer], answer)
-        return self.fmt.render_solution(*with_slip(self._lines(problem), problem.answer, rng))
+        return self.fmt.render_solution(*with_slip(self._lines(problem), problem.answer, rng, SHOWN_RESULT,
+                                                   line_equations))
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
         """A demonstration for the verifier, with the outcome as its final verdict. Of gsm_symbolic: it works out each
@@ -366,7 +352,7 @@ class ReasoningGym:
         if not self.is_worded:
             return judge_equations(self.fmt, solution, set(worked), verdict)
         same, labels = {result_of(line): line for line in reversed(worked)}, self.step_labels(problem, solution)
-        steps = [self.fmt.step_body(solution[start:end]) for start, end in self.fmt.step_spans(solution)]
+        steps = self.fmt.step_bodies(solution)
         analyses = [analysis_of(step, same.get(result_of(step), worked[min(k, len(worked) - 1)]), label)
                     for k, (step, label) in enumerate(zip(steps, labels, strict=True))]
         return self.fmt.render_verification(analyses, labels, verdict)

@@ -273,5 +273,5 @@ class Rewrite:
 
     def _steps(self, problem: Problem, solution: str) -> list[tuple[str, str]]:
         """Each step of a solution after what stands before it, as texts."""
-        words = [self.fmt.step_body(solution[start:end]) for start, end in self.fmt.step_spans(solution)]
+        words = self.fmt.step_bodies(solution)
         return list(zip([start_of(problem), *words], words, strict=False))

@@ -115,50 +115,6 @@ def commands(tmp_path_factory):
     return of
 
 
-SHELL_PAGE = r"""
-Text with `python -m scripts.report RUN...` and `bash` and `python`, `torchrun --nnodes=2`, `python -m scripts.NAME`.
-
-```bash
-# a comment: python -m scripts.nothing
-source .venv/bin/activate
-export NANOCHAT_BASE_DIR=~/x B=disabled                # two
-A=1 python -m scripts.x  --flag 'a b' \
-    --other "$B"  # after it
-for tag in a b; do torchrun --nproc_per_node=2 scripts/y.py -- --tag $tag; done
-ls | tail -n 1 && cd nowhere
-```
-
-```python
-python -m scripts.not_a_command
-```
-
-A list:
-
-    N=2 python -m scripts.indented \
-        --flag 1
-
-    not a command
-
-`bash dev/experiments/run.sh --task mixture --out <a folder>`
-"""
-
-
-def test_commands_are_read_as_a_shell_reads_them(tmp_path):
-    found = [c for block in blocks_of(SHELL_PAGE) for c in commands_of(block, tmp_path)]
-    assert sorted(str(c) for c in found if not c.is_nested and c.words[0] not in ("ls", "tail")) == [
-        "bash dev/experiments/run.sh --task mixture --out X", "python -m scripts.indented --flag 1",
-        "python -m scripts.report RUN", "python -m scripts.x --flag a b --other disabled",
-        "torchrun --nproc_per_node=2 scripts/y.py -- --tag a", "torchrun --nproc_per_node=2 scripts/y.py -- --tag b"]
-    nested = [c for c in found if str(c) == "python -m dev.experiments.run --task mixture --out X"]
-    assert [c.is_nested for c in nested] == [True]
-    assert {c.base for c in found if "scripts.x" in c.words} == {f"{tmp_path}/x"}
-
-
-def test_a_block_that_is_no_shell_is_told(tmp_path):
-    with pytest.raises(AssertionError, match="ARM nothing: there are"):
-        commands_of("ARM=nothing bash runs/runcpu.sh\ntrue", tmp_path)
-
-
 def script_and_flags(words: tuple[str, ...]) -> tuple[str, list[str]] | None:
     """Of a command that runs a script: its module and the flags after it; None for others. Raises BadInput where
     torchrun would not start or there is no such file or module."""
@@ -216,24 +172,6 @@ def complaint(command: Command) -> str | None:
     except BadInput as error:
         return f"{command}: {error}"
     return None
-
-
-@pytest.mark.parametrize("words, error", [
-    ("python -m scripts.chat_sft --role generator --num-step 3", "--num-step 3"),
-    ("python -m scripts.chat_sft --role judge", "judge"),
-    ("python -m scripts.no_such_script", "no file scripts/no_such_script.py"),
-    ("python -m no_such_module", "no module no_such_module"),
-    ("python dev/no_such_file.py", "no file dev/no_such_file.py"),
-    ("bash runs/no_such_file.sh", "no file runs/no_such_file.sh"),
-    ("torchrun --no-such-flag scripts/tango_rl.py", "--no-such-flag"),
-    ("torchrun --standalone scripts/tango_rl.py -- --recipe grpo --warmup-steps 3", "--warmup-steps"),
-    ("python -m scripts.tango_rl --recipe no_such_recipe", "no_such_recipe"),
-    ("python -m scripts.tango_rl --recipe my/own.py --warmup-steps 3", None),
-    ("python -m scripts.tango_rl --recipe dpo --beta 1", None), ("python -m scripts.chat_rl --help", None),
-    ("python -m pytest -m gpu", None), ("git clone somewhere", None)])
-def test_a_wrong_command_is_told(capsys, words, error):
-    said = complaint(Command(tuple(words.split())))
-    assert said is None if error is None else error in said
 
 
 @every_page_of_today
@@ -349,18 +287,6 @@ def broken(page: Path, link: str) -> bool:
 @every_page
 def test_links_lead_somewhere(page):
     assert not [link for link in links_of(page.read_text(encoding="utf-8")) if broken(page, link)]
-
-
-def test_links_and_anchors_are_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# A page: *one*, `two_three`!\n## Same\n## Same\n```bash\n# no heading\n```\n"
-                    "[a](other.md) ![b](figure.png \"title\") [c](#same-1) [d](https://x.y/z) `[e](code.md)`\n"
-                    "<img src=\"logo.png\"> [f](page.md#a-page-one-two_three) [g](#no-heading)\n\n    [h](indented)\n")
-    text = page.read_text()
-    assert anchors_of(text) == {"a-page-one-two_three", "same", "same-1"}
-    links = ["other.md", "figure.png", "#same-1", "page.md#a-page-one-two_three", "#no-heading", "logo.png"]
-    assert links_of(text) == links
-    assert [broken(page, link) for link in links] == [True, True, False, False, True, True]
 
 
 @every_page

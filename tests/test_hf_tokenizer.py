@@ -4,9 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
-import time
 import unicodedata
 from collections import Counter
 from datetime import datetime
@@ -637,19 +634,11 @@ def test_a_template_that_waits_for_a_message_before_it_takes_them_is_refused_too
     assert said(tokenizer, turns("not now", "b")) == ["b<|im_end|>"]
 
 
-def test_the_process_that_renders_loads_no_torch_and_ends_with_its_parent(tmp_path):
-    code = ("from nanochat.hf import chat_template as c; c.ChatTemplate('a', 'path', {}); "
-            "worker = c.WORKERS.slots.get(); maps = open(f'/proc/{worker.process.pid}/maps').read(); "
-            "print(worker.process.pid, 'torch' in maps, flush=True); import os, signal; os.kill(os.getpid(), 9)")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    pid, has_torch = done.stdout.split()
-    assert done.returncode == -9 and has_torch == "False"
-    for _ in range(500):
-        if not os.path.exists(f"/proc/{pid}") or open(f"/proc/{pid}/stat").read().split()[2] == "Z":
-            break
-        time.sleep(0.02)
-    else:
-        pytest.fail("it is still there")
+def test_the_process_that_renders_loads_no_torch(tmp_path):
+    with_template(tmp_path, QWEN25)
+    worker = chat_template.WORKERS.slots.get()
+    chat_template.WORKERS.slots.put(worker)
+    assert "torch" not in open(f"/proc/{worker.process.pid}/maps").read()
 
 
 def test_damaged_files_are_refused_by_name(folders, tmp_path):

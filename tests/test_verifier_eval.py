@@ -471,10 +471,6 @@ def test_a_verifier_whose_texts_are_mostly_malformed_is_warned_of(capsys, bench,
 
 @pytest.mark.parametrize("tag, changes, flags, words", [
     ("tiny", {"chain_modulus": "x"}, ["--generator-tag", "tiny"], "chain_modulus is 'x', expected a whole number"),
-    ("tiny", {"seed": True}, ["--generator-tag", "tiny"], "seed is True, expected a whole number"),
-    ("tiny", {"task": "nope"}, ["--generator-tag", "tiny"], "task is 'nope', and there are chain, "),
-    ("tiny", {"max_new_tokens": "96"}, ["--generator-tag", "tiny", "--max-new-tokens", "-1"],
-     "max_new_tokens is '96', expected a whole number"),
     ("tiny-ver", {"verifier_max_new_tokens": "x"}, ["--processbench", "BENCH", "--verifier-max-new-tokens", "-1"],
      "verifier_max_new_tokens is 'x', expected a whole number"),
 ])
