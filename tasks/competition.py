@@ -101,26 +101,20 @@ def read_olympiad(row: dict) -> Row:
 READERS = {"reward_model": read_eurus, "final_answer": read_olympiad}
 
 
-def open_source(flag: str, source: str):
-    """(the words that an error begins with, the table) of a file or a dataset of the hub. Raises BadInput."""
+def read_source(flag: str, source: str) -> list[Row | None]:
+    """The rows of a file or a dataset of the hub, None where one is no mathematics. Raises BadInput, for a malformed row
+    with its number from 1."""
     where, path = f"{flag} {source}", os.path.expanduser(source)
     kind, hub = FILES.get(os.path.splitext(path)[1]), HUB_NAME.fullmatch(source)
     if kind and os.path.isfile(path):
-        return path, read_table(path, (), kind, data_files=path, split="train")
-    if os.path.isdir(path):
-        raise BadInput(f"{where}: is a folder, which stands for all parts: give it alone")
-    if kind or not hub:
+        where, table = path, read_table(path, (), kind, data_files=path, split="train")
+    elif kind or not hub:
         raise BadInput(f"{where}: no such file"
                        + ("" if kind else f" that ends in {', '.join(FILES)}, and no name of a dataset, owner/name"))
-    name, config, split = hub.groups()
-    where += ": no such file, and as a dataset"
-    return where, read_table(where, (), *([name, config] if config else [name]), split=split or "train")
-
-
-def read_source(flag: str, source: str) -> list[Row | None]:
-    """The rows of a source, None where one is no mathematics. Raises BadInput, for a malformed row with its number from
-    1."""
-    where, table = open_source(flag, source)
+    else:
+        name, config, split = hub.groups()
+        where += ": no such file, and as a dataset"
+        table = read_table(where, (), *([name, config] if config else [name]), split=split or "train")
     return read_rows(where, table, next((read for column, read in READERS.items() if column in table.column_names),
                                         read_plain))
 

@@ -266,7 +266,7 @@ def test_weights_that_are_not_finite_are_not_imported(capsys, made_copy):
     (chat_sft, [*CHAIN, "--role", "generator", "--model-tag", "new", "--recompute"], ["--recompute", "nanochat's own"]),
     (tok_train, TASK_FLAGS, ["imported", "tokenizer"]),
     (base_eval, ["--device-type", "cpu", "--model-tag", "c"], ["base/tokenizer holds an imported tokenizer"]),
-    (chat_eval, ["-i", "sft", "-g", "c", "--device-type", "cpu"], ["-g c", "names no task"]),
+    (chat_eval, ["-i", "sft", "-g", "c", "--device-type", "cpu"], ["c: the checkpoint names no task"]),
     (base_train, ["--data", "a.txt", "b.txt", "--depth", "1", "--device-type", "cpu"], ["imported", "tokenizer"]),
 ])
 def test_what_does_not_go_with_imported_models_is_one_line(capsys, made_copy, monkeypatch, script, flags, words):
