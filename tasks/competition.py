@@ -102,8 +102,8 @@ READERS = {"reward_model": read_eurus, "final_answer": read_olympiad}
 
 
 def read_source(flag: str, source: str) -> list[Row | None]:
-    """The rows of a file or a dataset of the hub, None where one is no mathematics. Raises BadInput, for a malformed row
-    with its number from 1."""
+    """The rows of a file or a dataset of the hub, None where one is no mathematics. Raises BadInput, for a malformed
+    row with its number from 1."""
     where, path = f"{flag} {source}", os.path.expanduser(source)
     kind, hub = FILES.get(os.path.splitext(path)[1]), HUB_NAME.fullmatch(source)
     if kind and os.path.isfile(path):

@@ -309,9 +309,7 @@ RECORDED = [
     ({"chain_share": "x"}, "chain_share is 'x', expected a number"),
     ({"chain_answer": "some"}, "chain_answer is 'some', and there are final, all"),
     ({"math_data": "file"}, "math_data is 'file', expected a list of texts"),
-    ({"math_data": []}, "math_data is [], expected a list of texts"),
     ({"seed": "x"}, "seed is 'x', expected a whole number"),
-    ({"seed": 10 ** 30}, f"seed is {10 ** 30}, expected a whole number"),
     ({"seed": False}, "seed is False, expected a whole number"),
     ({"seed": ...}, "seed is None, expected a whole number"),
     ({"max_new_tokens": ...}, "max_new_tokens is None, expected a whole number")])

@@ -24,6 +24,7 @@ from nanochat.hf.files import find_folder, new_folder, read_config, read_model, 
 from nanochat.optim import adamw
 from nanochat.rl.records.prompts import Prompt
 from nanochat.rl.records.rollouts import Rollouts
+from nanochat.storage.files import PARTIAL
 from nanochat.weights import allocate, fill
 
 EMBEDDING, UP = "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"
@@ -163,10 +164,10 @@ def test_what_a_killed_export_left_is_told_and_a_folder_that_is_there_not_writte
     with pytest.raises(BadInput, match="--dtype float16: has no 100000, which is in model.norm.weight"):
         write_model(str(tmp_path / "out"), ours.config, huge, torch.float16, Letters())
     assert os.listdir(tmp_path) == ["in"]
-    (tmp_path / f".out-x{files.PARTIAL}").mkdir()
+    (tmp_path / f".out-x{PARTIAL}").mkdir()
     write_model(str(tmp_path / "out"), ours.config, huge, torch.bfloat16, Letters())
-    assert f"WARNING: {tmp_path}/.out-x{files.PARTIAL} is of another export" in capsys.readouterr().out
-    assert {"out", f".out-x{files.PARTIAL}"} < set(os.listdir(tmp_path))
+    assert f"WARNING: {tmp_path}/.out-x{PARTIAL} is of another process" in capsys.readouterr().out
+    assert {"out", f".out-x{PARTIAL}"} < set(os.listdir(tmp_path))
     for target in (f"{tmp_path}/in", f"{tmp_path}/in/", f"{tmp_path}/in/config.json"):
         with pytest.raises(BadInput, match=f"--to {re.escape(target)}: exists already"):
             new_folder("--to", target)

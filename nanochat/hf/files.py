@@ -5,18 +5,15 @@ Reading goes tensor by tensor onto the target device, so host memory peaks at ab
 gives a folder that transformers opens. What a folder asks for and the decoder does not have is an error that names it.
 """
 import contextlib
-import glob
 import math
 import os
 import re
-import shutil
-import tempfile
 
 import torch
 
-from nanochat.common import BadInput, CannotWrite, dtype_name, one_line, print0
+from nanochat.common import BadInput, CannotWrite, dtype_name, one_line
 from nanochat.hf.decoder import ROPE, Decoder, DecoderConfig
-from nanochat.storage.files import check_writable, look_for_hub, make_folder, read_json, reading, write_json, writing
+from nanochat.storage.files import check_writable, look_for_hub, read_json, reading, whole_folder, write_json
 from nanochat.weights import allocate
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -25,7 +22,6 @@ WANTED = ["*.safetensors", "*.json", "*.jinja"]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors call them
 SHARD_SIZE = "5GB"
-PARTIAL = ".partial"  # ends the name of a folder that is being written
 
 
 def find_folder(source: str) -> str:
@@ -231,19 +227,9 @@ def write_model(folder: str, config: DecoderConfig, state: dict[str, torch.Tenso
         if x.isfinite().all() and not x.to(dtype).isfinite().all():
             raise BadInput(f"--dtype {dtype_name(dtype)}: has no {x.abs().max():g}, which is in "
                            f"{weight}; bfloat16 and float32 have")
-    parent, name = os.path.split(os.path.abspath(folder))
-    make_folder(parent)
-    for other in glob.glob(f".{glob.escape(name)}-*{PARTIAL}", root_dir=parent):
-        print0(f"WARNING: {os.path.join(parent, other)} is of another export to {folder}: remove it, unless that one "
-               f"is still at work")
     try:
-        with writing(folder):
-            partial = tempfile.mkdtemp(dir=parent, prefix=f".{name}-", suffix=PARTIAL)
-            try:
-                fill_folder(partial, config, state, dtype, tokenizer)
-                os.rename(partial, folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+        with whole_folder(folder) as partial:
+            fill_folder(partial, config, state, dtype, tokenizer)
     except SafetensorError as error:  # which has the system's reason in its text alone
         raise CannotWrite(f"{folder} cannot be written: {error}") from error
 
@@ -252,7 +238,6 @@ def fill_folder(folder: str, config: DecoderConfig, state: dict[str, torch.Tenso
                 tokenizer) -> None:
     """Writes the files of write_model into a folder that is there."""
     import huggingface_hub
-    os.chmod(folder, 0o755)  # mkdtemp makes it for its owner alone
     tokenizer.save(folder)
     stop = tokenizer.stop_tokens
     ids = {"eos_token_id": stop if len(stop) > 1 else stop[0], "bos_token_id": tokenizer.bos}

@@ -4,8 +4,10 @@ Files: the layout on disk, files that are written whole or not at all, records, 
 import contextlib
 import fcntl
 import functools
+import glob
 import json
 import os
+import shutil
 import socket
 import tempfile
 import urllib.parse
@@ -15,6 +17,7 @@ from nanochat.cli import check_name
 from nanochat.common import BadInput, CannotWrite, one_line, print0
 
 
+PARTIAL = ".partial"  # ends the name of a folder that is being written
 HUB_SECONDS = 5.0  # until a hub that does not answer is taken for not there
 STAGE_FOLDERS = {"base": "base_checkpoints", "sft": "chatsft_checkpoints", "rl": "chatrl_checkpoints"}
 
@@ -96,6 +99,27 @@ def writing(path: str):
         if not isinstance(cause, OSError):
             raise
         raise CannotWrite(f"{path} cannot be written: {cause.strerror or cause}") from error
+
+
+@contextlib.contextmanager
+def whole_folder(path: str):
+    """A folder to fill, which has another name until the block ends: it is there whole or not at all. Raises
+    CannotWrite."""
+    parent, name = os.path.split(os.path.abspath(path))
+    make_folder(parent)
+    for other in glob.glob(f".{glob.escape(name)}-*{PARTIAL}", root_dir=parent):
+        print0(f"WARNING: {os.path.join(parent, other)} is of another process that writes {path}: remove it, unless "
+               f"that is still at work")
+    with writing(path):
+        partial = tempfile.mkdtemp(dir=parent, prefix=f".{name}-", suffix=PARTIAL)
+        try:
+            os.chmod(partial, 0o755)  # mkdtemp makes it for its owner alone
+            yield partial
+            os.rename(partial, path)
+        except CannotWrite as error:  # the other folder is gone when this is read
+            raise CannotWrite(str(error).replace(partial, path)) from None
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def make_folder(path: str) -> None:
