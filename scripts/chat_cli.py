@@ -73,8 +73,7 @@ class Speaker:
 
 
 def answer(args, model, tokenizer, prompt: list[int], turn: int) -> list[int]:
-    """Samples an answer, printed as it comes. -> its tokens, the end token last also where it was cut. Raises BadInput
-    when the prompt does not fit."""
+    """Samples and prints an answer. -> its tokens, the end token last. Raises BadInput when the prompt does not fit."""
     room = model.config.sequence_len - len(prompt)
     if room < 1:
         raise BadInput(f"the conversation has {len(prompt)} tokens, the context {model.config.sequence_len}: begin "
@@ -132,8 +131,7 @@ def format_of(recorded: dict, where: str) -> str:
 
 
 def choose_format(args, recorded: dict, where: str) -> Format | None:
-    """How a message becomes a prompt: a task's format, or None for chat. Raises BadInput for --verifier without a
-    task."""
+    """How a message becomes a prompt: a task's format, or None for chat. Raises BadInput."""
     name = args.format or format_of(recorded, where)
     if args.verifier and name == "chat":
         raise BadInput(f"--verifier {args.verifier}: a verifier judges steps, and chat has none: give --format "

@@ -127,8 +127,7 @@ def evaluate_task(args, name: str, model, tokenizer, device) -> None:
 
 @torch.no_grad()
 def letter_accuracy(model, tokenizer, choices: list, device, max_tokens: int = 16384) -> tuple[float, int]:
-    """The share of questions whose right letter is the likeliest of its letters, and how many were longer than the
-    context and count as wrong."""
+    """The share of questions whose right letter is the likeliest, and how many are beyond the context, so wrong."""
     rank, world = rank_and_world()
     tokens = {letter: letter_token(tokenizer, letter) for choice in choices for letter in choice.letters}
     mine = [(tokenizer.render_prompt(choice_prompt(c)), c) for c in choices[rank::world]]

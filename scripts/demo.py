@@ -63,8 +63,7 @@ def find_run(name: str) -> Run:
 
 
 def find_checkpoints(run: Run, roles: list[str]) -> dict[str, dict[str, tuple[str, str, int]]]:
-    """Before and after RL, (stage, tag, step) of each role. Raises BadInput for one that is missing, or is no longer
-    what the run started from."""
+    """Before and after RL, (stage, tag, step) of each role. Raises BadInput for one that is gone or was made again."""
     try:
         starts, last = {role: Start(**run.config["starts"][role]) for role in roles}, run.summary["steps"]
     except (KeyError, TypeError):
@@ -98,8 +97,7 @@ def solve(task, problems: list, checkpoints: dict, sampler: Sampler, device) -> 
 
 def describe(task, colour: bool, problem, text: str, ended: bool, outcome: bool | None,
              verification) -> tuple[list[str], Counter]:
-    """A solution step by step, then its answer, as lines; what the last line counts. Gold labels are told where the
-    verifier is mistaken."""
+    """Lines: a solution's steps, then its answer, and where the verifier is mistaken; and what the last line counts."""
     def painted(value, words):
         return paint(words, COLOURS[value], colour)
 

@@ -116,8 +116,7 @@ def check_args(args) -> None:
 
 
 def load_judge(args, tokenizer, device) -> tuple:
-    """The task, the generator's model, and the one that is asked about prefixes. Flags that were left out are as the
-    generator's checkpoint says."""
+    """The task, the generator's model, and the one that is asked about prefixes, by flags and the checkpoint."""
     generator, args.step = load_generator(args, args.step, tokenizer, device)
     value, task, judge = METHODS[args.method].value, make_task(args), generator
     role = ROLES.get(value)

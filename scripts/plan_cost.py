@@ -26,7 +26,6 @@ from nanochat.tokenizer import MIN_VOCAB_SIZE
 from scripts import base_eval, base_train, chat_sft, tango_rl
 
 GSM8K_TEST, QUESTIONS = 1319, 2376 + 1172 + 14042  # problems; questions of ARC-Easy, ARC-Challenge and MMLU
-COUNTS = ("num_steps", "examples_per_step", "num_samples", "split_tokens", "sequence_len", "depth")  # in given flags
 LENGTH = at_least(1, int, 10 ** 6)
 ASSUMED = """counted: 6 FLOPs per token and weight of the matrices and the LM head, attention to the tokens that causal
 windows let see, Muon's products; not embeddings, which are looked up, nor what is computed and masked
@@ -71,9 +70,6 @@ def parse(script, flags: str, *required: str):
         args = parser.parse_args([*shlex.split(flags), *required])
     except ValueError as error:  # a quotation that is not closed
         refuse(str(error))
-    for name in COUNTS:
-        if (value := getattr(args, name, None)) is not None and value < 1:
-            raise BadInput(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if getattr(args, "recipe", "tango") != "tango":
         refuse(f"the figures are those of RL Tango, and of GRPO beside it, not of {args.recipe}")
     return args
@@ -137,10 +133,8 @@ def main(args) -> None:
     rl, text_eval = parse(tango_rl, args.rl), parse(base_eval, args.base_eval)
     peak = PEAK_FLOPS[args.gpu]
     stages = [("pretraining", *pretraining_flops(args, base, model)),
-              ("SFT of the generator",
-               *sft_flops(args, parse(chat_sft, args.generator_sft, "--role", "generator"), model)),
-              ("SFT of the verifier",
-               *sft_flops(args, parse(chat_sft, args.verifier_sft, "--role", "verifier"), model))]
+              *((f"SFT of the {role}", *sft_flops(args, parse(chat_sft, flags, "--role", role), model))
+                for role, flags in (("generator", args.generator_sft), ("verifier", args.verifier_sft)))]
     rows = [(name, flops / (args.gpus * peak * args.mfu), f"{flops:.2e} FLOPs: {what}") for name, flops, what in stages]
     speed = Speed(args.gpu, args.mfu, args.decode_efficiency)
     of_tango, of_grpo = rl_rows(args, rl, model, speed)

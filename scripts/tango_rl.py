@@ -38,8 +38,7 @@ CHECK_EVERY = 50  # steps between comparisons of the ranks' weights, which are c
 # Flags
 
 def make_parser(argv: list[str] | tuple = (), recipe: str = "tango"):
-    """The flags that all recipes share, and those of the recipe that argv names. Raises BadInput for an unknown
-    recipe."""
+    """The flags that all recipes share, and those of the recipe that argv names. Raises BadInput."""
     parser = script_parser(__doc__)
     add_run_args(parser)
     parser.add_argument("--recipe", default=recipe,

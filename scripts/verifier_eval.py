@@ -173,8 +173,7 @@ def gathered(rows: list[dict], key: str, device) -> list[dict]:
 
 def verify_fitting(args, problems: list[Problem], solutions: list[Solution], verifier, sampler: Sampler,
                    stream: tuple) -> list[tuple[list[Verification], list[int]]]:
-    """The k verifications of each solution of this rank and their tokens; none of one that does not fit the verifier's
-    context."""
+    """The k verifications of each solution and their tokens; none of one that does not fit the verifier's context."""
     k, room = args.num_verifications, verifier.config.sequence_len - args.verifier_max_new_tokens
     prompts = [verifier_prompt(sampler.tokenizer, sampler.task.fmt, p.prompt, s.text)
                for p, s in zip(problems, solutions, strict=True)]

@@ -98,8 +98,7 @@ def check_parts(name: str, task) -> None:
 
 
 def task_texts(task, num_problems: int, seed: int):
-    """Text as models of the task meet it, three pieces per problem: what the verifier reads (problem and solution), the
-    solution, a verification."""
+    """Three texts per problem: what the verifier reads (problem and solution), the solution, a verification."""
     for index in range(num_problems):
         rng = random.Random(f"tok-{seed}-{index}")
         problem = task.problem("sft", index)

@@ -35,8 +35,7 @@ def add_args(parser):
 
 
 class Brittle:
-    """The brittle task, around a chain task of the same flags and seed: problems, labels of steps and wrong versions of
-    solutions are chain's."""
+    """Around a chain task of the same flags and seed, whose problems, labels and wrong versions it has."""
     name = "brittle"
 
     def __init__(self, args, seed: int):

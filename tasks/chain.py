@@ -40,8 +40,7 @@ def misconceptions(seed: int, share: float, modulus: int) -> dict[tuple[int, str
 
 
 def in_common(own: dict, others: dict, share: float, seed: int) -> dict:
-    """Misconceptions of which a random `share` is taken from another one's, wrong results included, and the rest is of
-    one's own. As many as before."""
+    """Misconceptions of which a random `share` is another one's, wrong results included. As many as before."""
     taken = random.Random(f"in-common-{seed}").sample(list(others), round(share * len(own)))
     kept = [fact for fact in own if fact not in taken][: len(own) - len(taken)]
     return {fact: others[fact] for fact in taken} | {fact: own[fact] for fact in kept}
@@ -149,8 +148,7 @@ class Chain:
         return self._render(problem.prompt, self._solve(problem.prompt, self.misconceptions, self.wrongness, rng))
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """A right solution in which each step's result is wrong with some probability and carried on; over half of all
-        stay right."""
+        """A right solution in which a step's result may be wrong and is carried on; over half of all stay right."""
         operations = self._operations(problem.prompt)
         rate = rng.choice([0.0, min(1.0, 1.5 / len(operations))])
         value, results = int(problem.prompt[0]), []
@@ -189,8 +187,7 @@ class Chain:
         return {"answer": self.fmt.answer(solution) or ""}, solution
 
     def propose_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
-        """A new problem after a reference problem. A share of them is refused: too long, broken off, or with its
-        answer."""
+        """A new problem after a reference problem. A share of them is to be refused."""
         low, high = self.lengths
         spoiled = rng.choice(("too_long", "no_problem", "with_answer")) if rng.random() < SPOILED_SHARE else ""
         num_steps = high + 1 if spoiled == "too_long" else rng.randint(low, high)
@@ -220,8 +217,7 @@ class Chain:
         return {"solution": solution, "critique": str(k + 1)}, revised
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
-        """A demonstration for the verifier: each step worked again with the verifier's own beliefs, and judged by
-        them."""
+        """A demonstration for the verifier: each step worked again and judged by the verifier's own beliefs."""
         analyses, verdicts = [], []
         for fact in self._facts(problem.prompt, solution):
             if fact is None:
@@ -287,8 +283,7 @@ class Chain:
                 zip([prompt[0], *results], self._operations(prompt), results, strict=False)]
 
     def _flawed(self, problem: Problem, rng: random.Random) -> str:
-        """A demonstration for the generator, of which one in three skips steps at the end, and one in three does not
-        copy an operand."""
+        """A demonstration for the generator; one in three skips steps at the end, one in three has a wrong operand."""
         results = self._solve(problem.prompt, self.misconceptions, self.wrongness, rng)
         steps, kind = self._steps(problem.prompt, results), rng.randrange(3)
         if kind == 0 and len(steps) > 1:

@@ -35,8 +35,7 @@ class Problem:
 
 
 def demo_of(task, part: str, problem: Problem, *args) -> str:
-    """What a task's method `part` (solution_demo, corrupted_solution or verification_demo) gives for a problem. Raises
-    BadInput for what is no text."""
+    """What a task's method `part`, such as solution_demo, gives for a problem. Raises BadInput for what is no text."""
     text = getattr(task, part)(problem, *args)
     if not isinstance(text, str):
         raise BadInput(f"task {task.name}: {part}() gives {str(text)[:80]} for problem {problem.index} of "
@@ -68,8 +67,7 @@ def split_stream(seed: int, split: str, index: int) -> random.Random:
 
 
 def draw_prompt(draw, split: str) -> str:
-    """The first text of draw() that belongs to the split. Raises BadInput when a thousand do not: the task has too few
-    problems."""
+    """The first text of draw() that belongs to the split. Raises BadInput when a thousand do not."""
     for _ in range(1000):
         prompt = draw()
         if in_split(prompt, split):
@@ -125,8 +123,7 @@ def read_answer(fmt: Format, solution: str) -> str | None:
 
 
 def check_answer(fmt: Format, problem: Problem, solution: str) -> bool | None:
-    """Whether what a solution answers equals the gold answer as mathematics; None where that cannot be scored, False
-    where nothing can be read."""
+    """Whether a solution's answer is the gold one as mathematics; None where that cannot be scored, False without."""
     return grade(completion=answering_part(fmt, solution), gold=problem.answer)
 
 
@@ -189,8 +186,7 @@ def check_lines(path: str) -> None:
 
 
 def read_table(where: str, columns: tuple[str, ...], *path, **options):
-    """The table that datasets.load_dataset(*path, **options) opens. Raises BadInput, which begins with `where`, when it
-    cannot or a column is missing."""
+    """The table that datasets.load_dataset opens. Raises BadInput, which begins with `where`, also without a column."""
     datasets = quiet_datasets()
     file = options.get("data_files", "")
     if file:  # whose name may look like the pattern that datasets takes it for

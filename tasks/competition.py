@@ -28,8 +28,7 @@ TO_TRAIN, TO_TEST = ("train", "test_in", "test_out"), ("test_in", "test_out")
 
 
 class MathSet(NamedTuple):
-    """Where the parts of a set come from, in the order of `parts`: by default, and by the names of the files in a
-    folder. Last ones may be missing."""
+    """Sources of the parts by default, and their names in a folder, in the order of parts. Last ones may be missing."""
     parts: tuple[str, ...]
     sources: tuple[str, ...]
     files: tuple[str, ...]
@@ -78,8 +77,7 @@ EURUS_TRAILER = "Present the answer in LaTex format: \\boxed{Your answer}"
 
 
 def read_eurus(row: dict) -> Row | None:
-    """{"prompt": messages, "reward_model": {"ground_truth"}, "ability"}; None for what is no mathematics: the set has
-    programs too."""
+    """{"prompt": messages, "reward_model": {"ground_truth"}, "ability"}; None of the programs that the set has too."""
     if row.get("ability") not in (None, "math"):
         return None
     asked = [message for message in row["prompt"] if message["role"] == "user"]
@@ -88,8 +86,7 @@ def read_eurus(row: dict) -> Row | None:
 
 
 def read_olympiad(row: dict) -> Row:
-    """{"question", "final_answer": list of answers, "solution": list}; several answers are one list, without dollar
-    signs."""
+    """{"question", "final_answer": answers, "solution": list}; answers are one list, without dollar signs."""
     answers, solutions = (row.get(column) or [] for column in ("final_answer", "solution"))
     if not isinstance(answers, list) or not isinstance(solutions, list):
         raise ValueError("final_answer and solution must be lists of texts")
@@ -102,8 +99,7 @@ READERS = {"reward_model": read_eurus, "final_answer": read_olympiad}
 
 
 def read_source(flag: str, source: str) -> list[Row | None]:
-    """The rows of a file or a dataset of the hub, None where one is no mathematics. Raises BadInput, for a malformed
-    row with its number from 1."""
+    """The rows of a file or a dataset of the hub, None where one is no mathematics. Raises BadInput."""
     where, path = f"{flag} {source}", os.path.expanduser(source)
     kind, hub = FILES.get(os.path.splitext(path)[1]), HUB_NAME.fullmatch(source)
     if kind and os.path.isfile(path):
@@ -160,8 +156,7 @@ SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z$\\])")
 
 
 def solution_steps(solution: str) -> list[str]:
-    """The steps of a worked solution: its lines, or the sentences of a single one. Displayed formulas are not torn
-    apart."""
+    """The lines of a worked solution, or the sentences of a single one. Displayed formulas are not torn apart."""
     whole = BLOCK.sub(lambda block: " ".join(block[0].split()), solution)
     lines = [line.strip() for line in whole.split("\n") if line.strip()]
     return lines if len(lines) > 1 else [step for line in lines for step in SENTENCE_END.split(line)]
@@ -228,13 +223,11 @@ class Competition(GradedSet):
         return solution_steps(self.solutions[problem.prompt])
 
     def solution_demo(self, problem: Problem, rng: random.Random) -> str:
-        """The source's own solution, a line or a sentence a step; `rng` is not used. Raises BadInput where there is
-        none."""
+        """The source's solution, a line or a sentence a step; `rng` is not used. Raises BadInput without one."""
         return self.fmt.render_solution(self._steps(problem), problem.answer)
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """The source's solution, half of the time with another answer: a slip of a number, or what another problem asks
-        for. Raises BadInput."""
+        """The source's solution, half of the time with a slip of a number or another problem's answer."""
         steps, answer = self._steps(problem), problem.answer
         if rng.random() < 0.5:
             others = (rng.choice(self.splits[problem.split])[1] for _ in range(20))

@@ -34,8 +34,7 @@ WORKERS = Workers(grading_worker, NUM_WORKERS, "NANOCHAT_GRADING_WORKERS")
 
 
 def compare(gold: Reading, answer: Reading) -> bool | None:
-    """Whether the answer is the gold one as far as that can be told here, None where it takes math-verify. What it
-    tells is final."""
+    """Whether the answer is the gold one, as far as it is plain here; None where it takes math-verify."""
     if gold.words is not None:
         if len(gold.words) == 1 and (answer.name or "'" in answer.body):
             return False  # neither "A=B" nor "B'" is the choice B
@@ -256,8 +255,7 @@ def for_worker(reading: Reading) -> str:
 
 
 def both_signs(text: str) -> str:
-    """One of a list, with its plus-minus signs as the two values that they stand for: math-verify sees those alone that
-    are in no fraction."""
+    """A text with its plus-minus signs as two values: math-verify sees those alone that are in no fraction."""
     if "\\pm" not in text or text.startswith("\\{"):
         return text
     return ",".join(re.sub(r"\\mp(?![a-z]) ?", below, re.sub(r"\\pm(?![a-z]) ?", above, text))

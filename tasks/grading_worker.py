@@ -177,8 +177,7 @@ def judge(parsed, equal, gold: str, answer: str | None = None) -> bool | None:
 
 
 def peak() -> int:
-    """The most memory that this program has held, in bytes. Linux's ru_maxrss would begin with what the parent held,
-    and a trainer holds much."""
+    """The most bytes that this program has held. Linux's ru_maxrss would begin with what the parent held."""
     if os.path.exists("/proc/self/status"):
         with open("/proc/self/status") as f:
             return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM:"))

@@ -39,8 +39,7 @@ EQUATION = re.compile(rf"(?<![0-9.,$%])({EXPRESSION}{{1,10}}) ?= ?"
 
 
 def read_split(source: str, split: str) -> list[tuple[str, str]]:
-    """The (question, worked solution) rows of "train" or "test", from a folder with <split>.jsonl or from a hub's
-    dataset."""
+    """The (question, worked solution) rows of train or test, from a folder's <split>.jsonl or a dataset of the hub."""
     folder, columns = os.path.expanduser(source), ("question", "answer")
     path, where = os.path.join(folder, f"{split}.jsonl"), f"--gsm8k-data {source}"
     if os.path.isdir(folder):
@@ -68,8 +67,7 @@ def number(text: str | None) -> Decimal | None:
 
 
 def gold_answer(worked: str) -> str | None:
-    """The number after the last "####" of a worked solution, without commas and dollar signs; None where there is
-    none."""
+    """The number after the last "####", without commas and dollar signs; None where there is none."""
     _, mark, gold = worked.rpartition("####")
     return gold.strip().replace("$", "").replace(",", "") if mark and number(gold) is not None else None
 
@@ -84,8 +82,7 @@ def without_marks(line: str) -> str:
 
 
 def mistaken(shown: str, rng: random.Random) -> str:
-    """Another number, as a slip would give it: one more or less, a place off, or two digits swapped. "24" -> "23",
-    "25", "240" or "42"."""
+    """Another number, as a slip would give it: 23, 25, 240 or 42 in place of 24."""
     value = Decimal(shown.replace(",", ""))
     k = rng.randrange(max(1, len(shown) - 1))
     swapped = shown[:k] + shown[k: k + 2][::-1] + shown[k + 2:]
@@ -125,8 +122,7 @@ def plain(expression: str) -> str:
 
 
 def is_result(stated: str, value: float) -> bool:
-    """Whether a stated result is this value; one with decimals may be rounded or cut. A percentage may be meant as a
-    number of percents."""
+    """Whether a result, maybe rounded or cut, is this value; a percentage may be meant as a number of percents."""
     decimals = len(stated.rstrip("%").partition(".")[2])
     distances = [abs(value - read) for text in (stated, stated.rstrip("%")) if (read := evaluate(text)) is not None]
     # Less than one in the last decimal, and less by more than what floats lose: .3 is not .2.
@@ -155,8 +151,7 @@ def decimal_text(value: float) -> str:
 
 
 def judge_equations(fmt: Format, solution: str, gold: set[str], verdict: bool) -> str:
-    """A verification with this final verdict: a step is wrong iff it is none of the gold steps and states an equation
-    that does not hold."""
+    """A verification: a step is wrong iff it is none of the gold steps and states an equation that does not hold."""
     analyses, verdicts = [], []
     for step in fmt.step_bodies(solution):
         known, found = step in gold, equations(step)

@@ -23,8 +23,7 @@ MIN_USABLE_WORDS = 100  # of a words file, for the split with the shortest words
 
 
 def read_words(path: str) -> list[str]:
-    """The distinct a-z words of a text file, one a line, lower-cased and sorted. Raises BadInput when it cannot be
-    read."""
+    """The distinct a-z words of a file, one a line, lower-cased and sorted. Raises BadInput."""
     with reading(f"--last-letter-words {path}"), open(path, encoding="utf-8", errors="replace") as f:
         lines = {line.strip().lower() for line in f}
     return sorted(word for word in lines if re.fullmatch("[a-z]+", word))
@@ -90,8 +89,7 @@ class LastLetter:
         return self._render(problem.prompt, self._joined(problem.prompt))
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """A right solution in which each step's new letter is wrong with some probability and carried on; over half of
-        all stay right."""
+        """A right solution in which a step's new letter may be wrong and is carried on; over half of all stay right."""
         words = problem.prompt.split()
         rate = rng.choice([0.0, 1.5 / len(words)])
         letters, joined = "", []
@@ -101,8 +99,7 @@ class LastLetter:
         return self._render(problem.prompt, joined)
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
-        """A demonstration for the verifier: each step worked again from the words, now and then wrongly, and judged by
-        that."""
+        """A demonstration for the verifier: each step worked again, now and then wrongly, and judged by that."""
         believed = [letters[:-1] + other_letter(letters[-1], rng) if rng.random() < self.verifier_error else letters
                     for letters in self._joined(problem.prompt)]
         steps = self._steps(problem.prompt, believed)

@@ -124,8 +124,7 @@ class Lookup(Chain):
         return "".join(self.documents(query))
 
     def documents(self, query: str) -> list[str]:
-        """The same in parts, as a search finds several documents: each has a few whole entries, one in all is about the
-        key."""
+        """The same in parts, as a search finds documents: each has a few whole entries, one in all is about the key."""
         return self._documents(query, self.facts.get) if query in self.facts else []
 
     def serves(self, document: str, query: str) -> str:
@@ -165,8 +164,7 @@ class Lookup(Chain):
         return self._solution(problem.prompt, self._memory(self.wrong_facts, rng), self._generators_work(rng), rng)
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """A right solution in which each fact and each result is wrong with some probability and carried on; over half
-        of all stay right."""
+        """A right solution in which a fact or result may be wrong and is carried on; over half of all stay right."""
         operations = self._terms(problem.prompt)
         num_steps = len(operations) + sum(not operand.isdigit() for _, operand in operations)
         rate = rng.choice([0.0, min(1.0, 1.5 / num_steps)])
@@ -199,8 +197,7 @@ class Lookup(Chain):
         return self.fmt.render_solution(bodies, str(value))
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
-        """A demonstration for the verifier: each fact and each result by the verifier's own beliefs, and judged by
-        them."""
+        """A demonstration for the verifier: facts and results by the verifier's own beliefs, and judged by them."""
         look = self._memory(self.verifier_wrong_facts, rng)
         work = self._verifiers_work(rng)
         steps = self._read(problem.prompt, solution, look)
@@ -268,8 +265,7 @@ class Lookup(Chain):
         return lambda a, op, b: self._believed(a, op, b, self.verifier_misconceptions, self.verifier_wrongness, rng)
 
     def _fetched(self, operand: str, look=None) -> tuple[list[tuple[str, str]], str]:
-        """The facts that lead from an operand to a digit, in order, and the digit. look: key -> value, by default the
-        true one."""
+        """The facts that lead from an operand to a digit, and that. look: key -> value, by default the true one."""
         facts = []
         while not operand.isdigit():
             facts.append((operand, (look or self.facts.get)(operand)))
@@ -300,8 +296,7 @@ class Lookup(Chain):
         return dict(re.findall(entry, information)).get(key) if re.fullmatch(f"({entry})+", information) else None
 
     def _solution(self, prompt: str, look, work, rng: random.Random | None, noise: int | None = None) -> str:
-        """A solution by these facts and this arithmetic. rng draws which keys are used without a query, none without
-        one."""
+        """A solution by these facts and this arithmetic. rng draws which keys are used without a query; None: none."""
         value, steps, fmt = int(prompt[0]), [], self.fmt
         for op, operand in self._terms(prompt):
             facts, digit = self._fetched(operand, look)

@@ -44,8 +44,7 @@ CHOICE_SETS = {
 
 
 def checked(choice: Choice) -> Choice:
-    """The question. Raises ValueError unless all is text, every choice has a letter of its own, and the answer is one
-    of them."""
+    """The question. Raises ValueError unless all is text, letters differ, and the answer is one of them."""
     if not all(isinstance(text, str) and text for text in (choice.question, *choice.letters, *choice.choices)):
         raise ValueError("question, letters and choices must be texts that are not empty")
     letters = ", ".join(choice.letters)

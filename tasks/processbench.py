@@ -21,8 +21,7 @@ COLUMNS = ("problem", "steps", "label", "final_answer_correct")
 
 @dataclass(frozen=True)
 class LabelledSolution:
-    """One solution. label: index from 0 of its first wrong step, -1 where none is; (subset, row) names it: its row in
-    the table, from 1."""
+    """label: index of the first wrong step, -1 where none is; row: in the subset's table, from 1."""
     problem: str
     steps: tuple[str, ...]
     label: int
@@ -46,8 +45,7 @@ def read_row(row: dict) -> tuple[str, tuple[str, ...], int, bool]:
 
 
 def find_tables(source: str, subset: str) -> dict[str, tuple]:
-    """Per subset what datasets.load_dataset is to open, as (arguments, options). Raises BadInput for what is not
-    there."""
+    """Per subset the arguments and options of datasets.load_dataset. Raises BadInput for what is not there."""
     path = os.path.expanduser(source)
     if os.path.isdir(path):
         files = [os.path.join(path, name) for name in sorted(os.listdir(path))]
@@ -92,8 +90,7 @@ def load_processbench(source: str = HUB, subset: str = "", max_examples: int = -
 
 
 def without_solution_marks(fmt, text: str) -> str:
-    """`text` with every mark of a solution replaced by "?", so that a step can never end itself, the thinking or the
-    solution. No mark holds a "?"."""
+    """`text` with every mark of a solution as "?", which no mark holds: a step cannot end itself or the solution."""
     marks = (fmt.think_open, fmt.step_open, fmt.step_close, fmt.think_close, fmt.answer_open, fmt.answer_close)
     return re.sub("|".join(re.escape(mark) for mark in marks if mark), "?", text)
 

@@ -289,8 +289,7 @@ class ReasoningGym:
         return Problem(split, index, example.question, example.answer)
 
     def score(self, problem: Problem, solution: str) -> float | None:
-        """What a solution earns, from 0 to 1: where the library scores it that may be a part of it. None where it
-        cannot be scored."""
+        """What a solution earns, from 0 to 1, by the library's scorer; None where it cannot be scored."""
         if self.is_worded:
             outcome = check_answer(self.fmt, problem, solution)
             return None if outcome is None else float(outcome)
@@ -310,13 +309,11 @@ class ReasoningGym:
         return None if score is None else score == 1
 
     def read_answer(self, solution: str) -> str | None:
-        """What a solution answers; None where nothing can be read. Grids and the like are read as the format has
-        them."""
+        """What a solution answers; None where nothing can be read. Grids and the like as the format has them."""
         return read_answer(self.fmt, solution) if self.is_worded else self.fmt.answer(solution)
 
     def step_labels(self, problem: Problem, solution: str) -> list[bool]:
-        """Gold labels of the steps of gsm_symbolic: see `is_right_line`. Known are the numbers of the worked
-        solution."""
+        """Gold labels of the steps of gsm_symbolic (is_right_line). Known are the numbers of the worked solution."""
         if not self.is_worded:
             return []
         known = {value for line in self._lines(problem) for value in numbers_in(line)}
@@ -328,8 +325,7 @@ class ReasoningGym:
         return list(self._example(problem.split, problem.index).lines)
 
     def solution_demo(self, problem: Problem, rng: random.Random) -> str:
-        """The worked solution, one line a step; the answer alone where there is none. `rng` is not used. Raises
-        BadInput."""
+        """The worked solution, a line a step; the answer alone where there is none. Raises BadInput."""
         return self.fmt.render_solution(self._lines(problem), problem.answer)
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:

@@ -108,8 +108,7 @@ def misconceptions(seed: int, share: float) -> dict[tuple[str, str], str]:
 
 
 def reduced(start: str, believe: Callable) -> list[str]:
-    """The words, as text, that the first rule that fits leads to again and again, with the results that are believed:
-    believe(side, letter after it)."""
+    """The words, as text, that the first rule that fits leads to, by believe(side, letter after it)."""
     word, words = word_of(start), []
     while found := rewritings(word):
         before, side, after = found[0]
@@ -215,13 +214,11 @@ class Rewrite:
         return [error is None for error in self.step_errors(problem, solution)]
 
     def step_errors(self, problem: Problem, solution: str) -> list[str | None]:
-        """What is wrong with each step: "word" (it or the one before is no word), "jump" (true, and no single rule
-        says so), "false" or None."""
+        """What is wrong with each step: "word" (it is none), "jump" (true, and no single rule), "false" or None."""
         return [error_of(a, b) for a, b in self._steps(problem, solution)]
 
     def variants(self, problem: Problem, rng: random.Random) -> Problem:
-        """A theorem near this one, under its split and index: its word changed, once or more, and that one's normal
-        form."""
+        """A theorem near this one: its word changed once or more, and that one's normal form."""
         start = word = word_of(start_of(problem))
         for _ in range(rng.randint(1, MOST_CHANGES)):
             changed = start
@@ -236,8 +233,7 @@ class Rewrite:
         return self._render([word for word in words if rng.random() >= self.skips], words[-1])
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """A proof in which each step's result is false with some probability and carried on; over half of all stay
-        right."""
+        """A proof in which a step's result may be false and is carried on; over half of all stay right."""
         start = start_of(problem)
         rate = rng.choice([0.0, min(1.0, 1.5 / len(reduced(start, true_result)))])
         words = reduced(start, lambda side, _: rng.choice(false_results(side)) if rng.random() < rate else RULES[side])
@@ -254,8 +250,7 @@ class Rewrite:
         return self.fmt.render_verification(list(analyses), list(verdicts), whole and all(verdicts))
 
     def analysis_labels(self, problem: Problem, solution: str, analyses: list[str]) -> list[bool]:
-        """Whether what a verification says of each step is right: the rule and its result ("bab:aba"), or "?" where
-        no rule can be applied."""
+        """Whether what a verification says of each step is right: its rule ("bab:aba"), "?" where none fits."""
         truths = [analysed(a, b, true_result)[0] for a, b in self._steps(problem, solution)]
         return [said == truth for said, truth in zip(analyses, truths, strict=False)]
 

@@ -63,8 +63,7 @@ class Fence:
 
 
 def plain_messages(messages: list[dict]) -> list[dict]:
-    """Roles and texts of a conversation; an assistant's parts are joined. Raises ValueError for a wrong order, BadInput
-    for parts that are no text."""
+    """Roles and texts, an assistant's parts joined. Raises ValueError for a wrong order, BadInput for other parts."""
     first = int(bool(messages) and messages[0]["role"] == "system")
     if len(messages) == first:
         raise ValueError("a conversation without a user's turn")

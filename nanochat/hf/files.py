@@ -118,8 +118,7 @@ def config_of(given: dict) -> DecoderConfig:
 
 
 def written_config(config: DecoderConfig, dtype: torch.dtype, token_ids: dict) -> dict:
-    """config.json of a model, in the keys of transformers 4, which 5 reads too. token_ids: bos_token_id and
-    eos_token_id, where known."""
+    """config.json in the keys of transformers 4, which 5 reads too. token_ids: bos_token_id, eos_token_id, if known."""
     own = {"llama": {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias},
            "qwen2": {"use_sliding_window": False},
            "qwen3": {"attention_bias": config.qkv_bias, "use_sliding_window": False}}[config.architecture]
@@ -150,8 +149,7 @@ def weight_files(folder: str) -> dict[str, str]:
 
 
 def check_tensors(folder: str, config: DecoderConfig, files: dict[str, str]) -> None:
-    """Raises BadInput for a tensor that is missing, that the model has no place for, or of another shape: before
-    anything is allocated."""
+    """Raises BadInput for a tensor that is missing, has no place, or another shape: before anything is allocated."""
     with torch.device("meta"):
         wanted = {name: p.shape for name, p in Decoder(config).named_parameters()}
     check_names(folder, config, set(wanted), files.keys() - ({"lm_head.weight"} if config.tied else set()))
@@ -176,8 +174,7 @@ def check_names(where: str, config: DecoderConfig, wanted: set[str], there: set[
 
 @torch.no_grad()
 def read_model(folder: str, device, compute_dtype: torch.dtype, dtype: torch.dtype | None = None) -> Decoder:
-    """The model of a folder. dtype: of its parameters; by default that of the file's embedding. Raises BadInput that
-    names a file or tensor."""
+    """dtype: of the parameters; by default that of the file's embedding. Raises BadInput that names file or tensor."""
     config, files = read_config(folder), weight_files(folder)
     check_tensors(folder, config, files)
     if dtype is None:

@@ -41,8 +41,7 @@ MARKS = [chr(i) for i in range(0x100000, 0x10FFFE)]
 # Files
 
 def read_files(folder: str) -> dict[str, bytes]:
-    """The files of a tokenizer that `folder` holds, by name. Raises BadInput for one that cannot be read, or without
-    tokenizer.json."""
+    """The files of a folder's tokenizer, by name. Raises BadInput for an unreadable one, or without tokenizer.json."""
     # As in transformers, config.json is asked for eos and bos only where there is no generation_config.json.
     names = [name for name in FILES if os.path.exists(os.path.join(folder, name))]
     if "tokenizer.json" not in names:
@@ -53,8 +52,7 @@ def read_files(folder: str) -> dict[str, bytes]:
 
 
 def parse_tokenizer(content: bytes) -> tuple[tokenizers.Tokenizer, dict, bool]:
-    """The tokenizer, its settings as the library writes them, whether tokens are in the alphabet of bytes (else a space
-    is U+2581). Raises ValueError."""
+    """The tokenizer, its settings as the library writes them, whether it has the alphabet of bytes (else U+2581)."""
     tokenizer = library_tokenizer(content.decode(), "is not a tokenizer")
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -78,8 +76,7 @@ def library_tokenizer(content: str, otherwise: str) -> tokenizers.Tokenizer:
 
 
 def special_tokens(config: dict) -> tuple[dict[str, str], set[str]]:
-    """bos_token, eos_token and the like of a tokenizer_config.json by name, and the texts of all tokens that it calls
-    special."""
+    """bos_token, eos_token ... of tokenizer_config.json by name, and the texts of all tokens that it calls special."""
     text = lambda token: token["content"] if isinstance(token, dict) else token
     listed = lambda name: list(config[name].values()) if isinstance(config.get(name), dict) else config.get(name) or []
     named = {name: text(config[name]) for name in NAMED_TOKENS if config.get(name)}
@@ -95,8 +92,7 @@ def chat_template_of(config: dict) -> str | None:
 
 
 def token_ids(value, tokens: dict[int, str]) -> list[int]:
-    """The ids of an eos_token_id or bos_token_id: a number, a list or nothing. Raises ValueError for what is no
-    token's."""
+    """The ids of an eos_token_id: a number, a list or nothing. Raises ValueError for what is no token's."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if wrong := [i for i in ids if type(i) is not int or i not in tokens]:
         raise ValueError(f"{wrong[0]!r} is no token's id")
@@ -128,8 +124,7 @@ def renamed(settings: dict, inner: dict[str, str]) -> tokenizers.Tokenizer:
 
 
 def mark_of(files: dict[str, bytes]) -> int:
-    """A number that tells the files of a tokenizer, its chat template and stop tokens with them, from others: a
-    checksum."""
+    """A checksum that tells the files of a tokenizer, its chat template and stop tokens with them, from others."""
     return zlib.crc32(b"\0".join(part for name in sorted(files) for part in (name.encode(), files[name])))
 
 
@@ -198,8 +193,7 @@ class HFTokenizer:
                 f.write(self.files[name])
 
     def _set_controls(self, ends: set, special: set[str]) -> None:
-        """Finds the control tokens and makes the tokenizer that knows them by their inner names only.
-        ends: eos and bos."""
+        """Finds the control tokens and makes the tokenizer that knows them by inner names only. ends: eos, bos."""
         added = {token["content"]: token for token in self.settings["added_tokens"]}
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         # Special though the file has them among its ordinary tokens.
@@ -244,8 +238,7 @@ class HFTokenizer:
         return mark_of(self.files)
 
     def tells_apart(self, other: "HFTokenizer") -> list[str]:
-        """In words, what differs between it and one that gives texts the same ids: where a prompt comes from, and where
-        an answer ends."""
+        """In words, what differs though texts have the same ids: where a prompt comes from, where an answer ends."""
         found, names = [], lambda tokenizer: " ".join(tokenizer.tokens[i] for i in tokenizer.stop_tokens)
         if (self.template.source, self.template.variables) != (other.template.source, other.template.variables):
             found.append(f"the chat template of {self.template.path} in place of that of {other.template.path}")
@@ -291,8 +284,7 @@ class HFTokenizer:
         return self.render_chat([{"role": "user", "content": user}])
 
     def render_chat(self, messages: list[dict]) -> list[int]:
-        """A conversation that ends with the user's turn, up to where the assistant begins.
-        Raises as render_conversation does."""
+        """A conversation up to where the assistant begins. Raises as render_conversation does."""
         messages = plain_messages(messages)
         if messages[-1]["role"] != "user":
             raise ValueError(f"the last message is from {messages[-1]['role']}, expected user")
