@@ -106,10 +106,8 @@ class Chain:
 
     def read_problem(self, text: str, index: int) -> tuple[Problem | None, str]:
         """A proposed problem as problem `index` of split "proposed", its gold answer worked out; or None, and which of
-        `refusals` is the reason. Total: any text gives one of the two.
-
-        It must be an expression and nothing else, as long as those of RL, and not of a test split's texts.
-        """
+        `refusals` is the reason. Total: any text gives one of the two. It must be an expression and nothing else, as
+        long as those of RL, and not of a test split's texts."""
         expression = re.split("[=:;]", text, maxsplit=1)[0]  # what stands before anything of a solution
         is_one = EXPRESSION.fullmatch(expression) and all(int(digit) < self.modulus for digit in expression[::2])
         num_steps = len(self._operations(expression))

@@ -96,13 +96,11 @@ def nth_of_epochs(items: list, seed: int, split: str, index: int):
 
 
 def answering_part(fmt: Format, solution: str) -> str:
-    """The part of a solution whose answer counts, for tasks.grading; "" where none does.
-
-    Where the format's answer tag is there, only what stands in it counts (its last box, or all of it where it has
-    none), and it must be the end of the text: "..<answer>\\boxed{18}</answer>" and "..<answer>18</answer>" answer 18,
-    "..<answer>\\boxed{18}</answer> or 19" nothing. A text without the tag, as pretrained models write it, is read as it
-    is: its last box, else what follows "####".
-    """
+    """The part of a solution whose answer counts, for tasks.grading; "" where none does. Where the format's answer tag
+    is there, only what stands in it counts (its last box, or all of it where it has none), and it must be the end of
+    the text: "..<answer>\\boxed{18}</answer>" and "..<answer>18</answer>" answer 18, "..<answer>\\boxed{18}</answer> or
+    19" nothing. A text without the tag, as pretrained models write it, is read as it is: its last box, else what
+    follows "####"."""
     opening, closing = fmt.answer_open.removesuffix(BOX), fmt.answer_close.removeprefix("}")
     _, found, tail = solution.partition(opening)
     if not found:
@@ -153,10 +151,8 @@ class GradedSet:
 
 def is_last_number(text: str, gold: str) -> bool | None:
     """Whether the last number of a text is the gold one, whatever its format; None where the gold is no plain number.
-
     Lenient accuracy, as much of what is published counts: "so 9 * 2 = $18." is 18, and "18 of 20" is not. Strict is the
-    task's check().
-    """
+    task's check()."""
     wanted, found = plain_number(tidy(gold)), last_number(text) or ""
     if wanted is None:
         return None

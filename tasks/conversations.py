@@ -29,10 +29,7 @@ def check_messages(messages: list[dict]) -> list[dict]:
 
 def load_conversations(sources: list[str]) -> list[list[dict]]:
     """All conversations of files and `datasets` names (column messages; owner/name or owner/name:split). A source named
-    twice counts twice.
-
-    Raises BadInput that names the file and line.
-    """
+    twice counts twice. Raises BadInput that names the file and line."""
     conversations = []
     for source in sources:
         conversations += _from_file(source) if os.path.exists(source) else _from_hub(source)

@@ -160,14 +160,12 @@ def links(gold: Reading, answer: Reading) -> list[Reading]:
 
 
 def grade(*, completion: str, gold: str, extract: tuple[str, ...] = ("boxed", "hash")) -> bool | None:
-    """Whether the answer of a completion is the gold one: True, False, or None where nobody can tell.
-
-    extract: the EXTRACTORS to try, in this order. A completion without an answer that can be read (no box, brackets
-    that do not close, nothing in them, more than MAX_ANSWER characters) is False: silence must not pay. None: the gold
-    cannot be parsed, or the worker ran out of time or memory or died. Such a None is not remembered: the same pair is
-    tried again. May be called from several threads; each call takes at most TIMEOUT seconds of a worker, plus its start
-    where it must be replaced.
-    """
+    """Whether the answer of a completion is the gold one: True, False, or None where nobody can tell. extract: the
+    EXTRACTORS to try, in this order. A completion without an answer that can be read (no box, brackets that do not
+    close, nothing in them, more than MAX_ANSWER characters) is False: silence must not pay. None: the gold cannot be
+    parsed, or the worker ran out of time or memory or died. Such a None is not remembered: the same pair is tried
+    again. May be called from several threads; each call takes at most TIMEOUT seconds of a worker, plus its start where
+    it must be replaced."""
     answer = extracted(completion, extract)
     if answer is None or not tidy(answer):
         return False
@@ -200,10 +198,8 @@ ORDINARY = re.compile(r"(?:\\frac(?=\{[^{}]+(?:\{[^{}]+\}[^{}]*)*\}\{[^{}])|\\sq
 
 def readable(gold: str) -> bool:
     """Whether a gold can be graded: it can be written in a box, and is words, a number, or what math-verify can parse.
-
     math-verify takes tens of milliseconds, so it is only asked about what holds other than well-known commands and
-    signs, in order and closed.
-    """
+    signs, in order and closed."""
     if len(gold) > MAX_ANSWER or boxed(f"\\boxed{{{gold}}}") != gold or not tidy(gold) or not is_closed(tidy(gold)):
         return False
     reading = read(gold)

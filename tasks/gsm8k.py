@@ -130,11 +130,9 @@ def is_result(stated: str, value: float) -> bool:
 
 
 def equations(text: str) -> list[tuple[str, float, str, bool]]:
-    """The plain equations of a text: (left side, its value, the stated result, whether it holds). Total.
-
-    "so 48 / 2 = $26" -> [("48/2", 24.0, "26", False)]. What a word interrupts is no plain equation: in "3 cats + 4 + 5
-    = 12" there is none.
-    """
+    """The plain equations of a text: (left side, its value, the stated result, whether it holds). Total. "so 48 / 2 =
+    $26" -> [("48/2", 24.0, "26", False)]. What a word interrupts is no plain equation: in "3 cats + 4 + 5 = 12" there
+    is none."""
     text, found = re.sub(r"\s+", " ", text), []
     for match in EQUATION.finditer(text):
         left, right = plain(match[1]), plain(match[2])

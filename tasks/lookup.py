@@ -349,11 +349,8 @@ class Lookup(Chain):
 
 
 def facts_of(seed: int, num_keys: int, hops: int, modulus: int) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """The table of facts, and for each key the wrong values that it could have.
-
-    The keys are dealt to `hops` levels; those of the first stand for a digit, the others for a key of the level below.
-    Each level comes to every digit.
-    """
+    """The table of facts, and for each key the wrong values that it could have. The keys are dealt to `hops` levels;
+    those of the first stand for a digit, the others for a key of the level below. Each level comes to every digit."""
     rng = random.Random(f"facts-{seed}")
     names = list(ascii_lowercase) if num_keys == 26 else [a + b for a in ascii_lowercase for b in ascii_lowercase]
     keys = rng.sample(names, num_keys)

@@ -56,11 +56,9 @@ def checked(choice: Choice) -> Choice:
 
 
 def load_choices(name: str, data: str = "", max_examples: int = -1) -> list[Choice]:
-    """The questions of a set in one fixed random order, the first `max_examples` of it (-1: all).
-
-    data: a .jsonl, .json or .parquet file with the hub's columns, read instead of the hub. The order is random because
-    MMLU's rows are sorted by subject. Raises BadInput, for a malformed row with its number from 1.
-    """
+    """The questions of a set in one fixed random order, the first `max_examples` of it (-1: all). data: a .jsonl, .json
+    or .parquet file with the hub's columns, read instead of the hub. The order is random because MMLU's rows are sorted
+    by subject. Raises BadInput, for a malformed row with its number from 1."""
     if name not in CHOICE_SETS:
         raise BadInput(f"{name}: there are {', '.join(CHOICE_SETS)}")
     hub, config, split, columns, read = CHOICE_SETS[name]
@@ -78,10 +76,7 @@ def load_choices(name: str, data: str = "", max_examples: int = -1) -> list[Choi
 
 
 def choice_prompt(choice: Choice) -> str:
-    """What the model is asked, to the character as upstream asks it.
-
-    The letter stands after its choice, where small models bind it better, and without a space before it, since " A" is
-    another token than the "A" to answer with.
-    """
+    """What the model is asked, to the character as upstream asks it. The letter stands after its choice, where small
+    models bind it better, and without a space before it, since " A" is another token than the "A" to answer with."""
     listed = "".join(f"- {text}={letter}\n" for letter, text in zip(choice.letters, choice.choices, strict=True))
     return f"Multiple Choice question: {choice.question}\n{listed}\nRespond only with the letter of the correct answer."

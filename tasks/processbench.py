@@ -68,12 +68,9 @@ def find_tables(source: str, subset: str) -> dict[str, tuple]:
 
 def load_processbench(source: str = HUB, subset: str = "", max_examples: int = -1) -> list[LabelledSolution]:
     """The samples of one subset or ("") of all, in the tables' order; of each at most `max_examples` (-1: all), a fixed
-    random choice, a larger one holding the smaller, since rows may be sorted by label.
-
-    source: a dataset on the hub whose splits are the subsets; a .jsonl, .json or .parquet file, whose name is its
-    subset's; or a folder of such files, one per subset. Raises BadInput, for a malformed row with its file and
-    its number from 1.
-    """
+    random choice, a larger one holding the smaller, since rows may be sorted by label. source: a dataset on the hub
+    whose splits are the subsets; a .jsonl, .json or .parquet file, whose name is its subset's; or a folder of such
+    files, one per subset. Raises BadInput, for a malformed row with its file and its number from 1."""
     samples = []
     for name, (arguments, options) in find_tables(source, subset).items():
         is_file = "data_files" in options

@@ -292,13 +292,10 @@ class HFTokenizer:
 
     def render_conversation(self, messages: list[dict], context: int | None) -> tuple[list[int], list[int]]:
         """Token ids of a conversation and the loss mask: 1 on what the assistant says and its end token, 0 on a token
-        that the prompt has a part of.
-
-        messages: {"role": "system"|"user"|"assistant", "content": str} (an assistant's also parts {"type": "text",
-        "text": str}), turns alternating from the user's. Raises ValueError for a wrong order; BadInput for a
-        conversation longer than `context` (it never cuts), for one that the template refuses, and where the template
-        writes turns otherwise when others follow: what is trained would not be what is sampled.
-        """
+        that the prompt has a part of. messages: {"role": "system"|"user"|"assistant", "content": str} (an assistant's
+        also parts {"type": "text", "text": str}), turns alternating from the user's. Raises ValueError for a wrong
+        order; BadInput for a conversation longer than `context` (it never cuts), for one that the template refuses, and
+        where the template writes turns otherwise when others follow: what is trained would not be what is sampled."""
         messages = plain_messages(messages)
         text = self._render(messages, False)
         encoding = self._encode_rendered(text)
