@@ -80,16 +80,14 @@ class Workers:
 
     def __init__(self, program, num: int = 1, setting: str = ""):
         self.program, self.num, self.setting = program, num, setting
-        self.lock, self.slots, self.has_hooks = threading.Lock(), None, False
+        self.lock, self.slots = threading.Lock(), None
 
     def open(self) -> queue.LifoQueue:
         """The slots, each with a worker or None."""
         with self.lock:
-            if not self.has_hooks:
+            if self.slots is None:
                 atexit.register(self.close)
                 os.register_at_fork(after_in_child=self.forget)
-                self.has_hooks = True
-            if self.slots is None:
                 self.slots = queue.LifoQueue()  # the last one back is asked first, so that none is started without need
                 for _ in range(int(os.environ.get(self.setting) or self.num)):
                     self.slots.put(None)

@@ -27,7 +27,7 @@ from nanochat.rl.records.outcomes import answers_of, labels_of, outcomes_of, pro
 from nanochat.rl.report.report import Run, read_run, run_folder
 from nanochat.rl.report.terminal import add_colour_flag, one_line, paint, wants_colour
 from nanochat.storage.files import path_of
-from tasks import complete_task_args, make_task, recorded_count, recorded_value, task_flags
+from tasks import complete_task_args, make_task, recorded_value, task_flags
 
 COLOURS = {True: "32", False: "31", None: "90"}  # right green, wrong red, none grey
 WORDS = {True: "right", False: "wrong", None: "-"}
@@ -131,11 +131,11 @@ def main(args) -> None:
     recorded, where = run.config["args"], path_of("runs", run.name, "config.json")
     flags = argparse.Namespace(**recorded | dict.fromkeys([*task_flags(), "seed"]))
     complete_task_args(flags, recorded, where)
-    max_new_tokens = recorded_count(recorded, "max_new_tokens", 0, where)
-    limits = max_new_tokens, recorded_count(recorded, "verifier_max_new_tokens", max_new_tokens, where)
+    max_new_tokens = recorded_value(recorded, "max_new_tokens", 0, where)
+    limits = max_new_tokens, recorded_value(recorded, "verifier_max_new_tokens", max_new_tokens, where)
     calculator = recorded_value(recorded, "calculator", False, where)
     task = make_task(flags)
-    held_out = problems_of(task, args.split, recorded_count(recorded, "eval_examples", 0, where))
+    held_out = problems_of(task, args.split, recorded_value(recorded, "eval_examples", 0, where))
     if args.num_problems > len(held_out):
         few = f"the run has {len(held_out)} problems of {args.split}"
         if "num_problems" in args.explicit or not held_out:

@@ -33,7 +33,7 @@ from nanochat.rl.records.prompts import (Solution, Verification, check_prompts_f
                                          verifier_prompt)
 from nanochat.rl.report.judge_report import judge_report, rationales_of, report_lines
 from nanochat.storage.files import check_writable, path_of, read_json, write_json
-from tasks import add_task_args, complete_task_args, make_task, recorded_count, task_flags
+from tasks import add_task_args, complete_task_args, make_task, recorded_value, task_flags
 from tasks.common import Problem
 from tasks.formats import FORMATS
 from tasks.processbench import HUB, LabelledSolution, load_processbench, solution_text
@@ -387,7 +387,7 @@ def load_generator(args, step: int, tokenizer, device) -> tuple:
     if not (args.task or recorded.get("task")):
         raise BadInput(f"{args.generator_tag}: the checkpoint names no task, so give one")
     if args.max_new_tokens < 0:
-        args.max_new_tokens = recorded_count(recorded, "max_new_tokens", min(256, generator.config.sequence_len // 2),
+        args.max_new_tokens = recorded_value(recorded, "max_new_tokens", min(256, generator.config.sequence_len // 2),
                                              where)
     complete_task_args(args, recorded, where)
     print0(f"{path_of(args.generator_source, args.generator_tag)} at step {step}, seed {args.seed} of problems, "
@@ -403,7 +403,7 @@ def load_players(args, tokenizer, device) -> tuple:
     print0(f"{path_of(args.verifier_source, args.verifier_tag)} at step {args.step}")
     context = verifier.config.sequence_len
     if args.verifier_max_new_tokens < 0:
-        args.verifier_max_new_tokens = recorded_count(recorded, "verifier_max_new_tokens", min(256, context // 2),
+        args.verifier_max_new_tokens = recorded_value(recorded, "verifier_max_new_tokens", min(256, context // 2),
                                                       where)
     if args.verifier_max_new_tokens >= context:
         raise BadInput(f"--verifier-max-new-tokens {args.verifier_max_new_tokens}: the verifier's context is {context}")

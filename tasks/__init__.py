@@ -59,14 +59,6 @@ def recorded_value(recorded: dict, name: str, default, where: str):
     return value
 
 
-def recorded_count(recorded: dict, name: str, default: int, where: str) -> int:
-    """A recorded number of what there must be. Raises BadInput."""
-    value = recorded_value(recorded, name, default, where)
-    if value < 1:
-        raise BadInput(f"{where}: {name} is {recorded.get(name)}, expected a whole number from 1")
-    return value
-
-
 def complete_task_args(args, recorded: dict, where: str = "the checkpoint") -> None:
     """Gives the task flags (and the seed) that are None in args the values recorded with a checkpoint or run, or their
     defaults. Raises BadInput, which begins with `where`, for a recorded value that the flag cannot have."""

@@ -59,8 +59,6 @@ def load_choices(name: str, data: str = "", max_examples: int = -1) -> list[Choi
     """The questions of a set in one fixed random order, the first `max_examples` of it (-1: all). data: a .jsonl, .json
     or .parquet file with the hub's columns, read instead of the hub. The order is random because MMLU's rows are sorted
     by subject. Raises BadInput, for a malformed row with its number from 1."""
-    if name not in CHOICE_SETS:
-        raise BadInput(f"{name}: there are {', '.join(CHOICE_SETS)}")
     hub, config, split, columns, read = CHOICE_SETS[name]
     where = f"{name}, {data or hub}"
     if data:

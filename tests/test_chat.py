@@ -275,7 +275,7 @@ def test_two_ranks_print_the_numbers_of_one(capsys, base, questions):
     (["-m", "0"], ["-m", "0: must be"]),
     (["-m", "126"], ["context 128", "--max-new-tokens"]), (["-t", "-1"], ["--temperature -1"]),
     (["-t", "nan"], ["--temperature nan"]),
-    (["-a", "MMLU", "--choices", "nowhere.jsonl"], ["--choices nowhere.jsonl", "no such file"]),
+    (["-a", "MMLU", "--choices", "nowhere.jsonl"], ["MMLU, nowhere.jsonl", "no such file"]),
     (["-a", "chain", "--choices", __file__], ["--choices", "MMLU"]),
     (["-a", "MMLU", "--choices", __file__], ["MMLU", "must end in"]),
     (["-g", "nobody"], ["nobody", "tiny", "tiny-ver"]), (["-g", "../tiny"], ["-g ../tiny"]),
@@ -303,7 +303,6 @@ RECORDED = [
 
 @pytest.mark.parametrize("changes, words", [
     *RECORDED, ({"max_new_tokens": "96"}, "max_new_tokens is '96', expected a whole number"),
-    ({"max_new_tokens": 0}, "max_new_tokens is 0, expected a whole number from 1"),
     ({"chain_modulus": "x"}, "chain_modulus is 'x', expected a whole number"),
     ({"chain_modulus": 3.0}, "chain_modulus is 3.0, expected a whole number"),
     ({"chain_share": "x"}, "chain_share is 'x', expected a number"),
@@ -508,7 +507,7 @@ def test_a_message_on_the_command_line_is_never_a_command(capsys, base, tokenize
     assert heard == [tokenizer.render_prompt(word)]
 
 
-def test_a_verifier_of_a_model_without_a_task_needs_a_format(capsys, base, monkeypatch):
+def test_a_verifier_needs_a_format_and_is_of_the_models_stage_or_of_sft(capsys, base, monkeypatch):
     flags = ["--verifier", "tiny-ver", "-p", "1+1"]
     expected = talk(capsys, monkeypatch, *flags)
     change_meta(base, task=None)
@@ -516,9 +515,6 @@ def test_a_verifier_of_a_model_without_a_task_needs_a_format(capsys, base, monke
     assert "--format paper or lines or compact" in refused(capsys, chat_cli, *flags, "--format", "chat")
     assert talk(capsys, monkeypatch, *flags, "--format", "compact") == expected
     assert talk(capsys, monkeypatch, "-p", "1+1")[0].endswith("; chat")
-
-
-def test_a_verifier_is_one_of_the_models_stage_or_of_sft(capsys, base, monkeypatch):
     shutil.copytree(base / "chatsft_checkpoints" / "tiny", base / "chatrl_checkpoints" / "r-gen")
     flags = ["-i", "rl", "-g", "r-gen", "-p", "1+1", "--verifier"]
     expected = talk(capsys, monkeypatch, "--verifier", "tiny-ver", "-p", "1+1")[1:]

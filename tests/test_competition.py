@@ -84,16 +84,13 @@ def test_a_folder_stands_for_all_parts(name, tmp_path):
         task_of(name, str(tmp_path))
 
 
-def test_long_problems_are_left_out_of_training_alone(tmp_path):
+def test_every_kind_of_file_is_read_and_long_problems_are_left_out_of_training_alone(tmp_path):
     """At most 3000 characters to train on; a test set is what it is."""
     rows = [{"problem": letter * size, "answer": "1"} for letter, size in (("a", 3000), ("b", 3001))]
     task = task_of("math", write(tmp_path / "train.jsonl", rows),
                    write(tmp_path / "test.jsonl", [{"problem": "c" * 3001, "answer": "1"}]))
     assert ((task.num_problems("rl"), task.num_problems("test_in"), task.dropped)
             == (1, 1, {("train", "longer than 3000 characters"): 1}))
-
-
-def test_json_and_parquet_files_are_read_too(tmp_path):
     import datasets
     datasets.Dataset.from_list([OLYMPIAD]).to_parquet(str(tmp_path / "olympiad.parquet"))
     assert task_of("olympiad", str(tmp_path)).problem("test_in", 0).prompt == "Which roots?"

@@ -298,11 +298,8 @@ def test_lines_are_short(page):
                 and not any("://" in word and len(word) > COLUMNS for word in line.split())]
 
 
-def test_the_readme_is_short():
+def test_the_readme_and_entries_of_the_log_are_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
-
-
-def test_entries_of_the_log_are_short():
     text = (ROOT / "dev" / "LOG.md").read_text(encoding="utf-8")
     entries = [entry.partition("\n") for entry in re.split(r"^## ", text, flags=re.MULTILINE)[1:]]
     sizes = {title: len(body.strip().splitlines()) for title, _, body in entries}

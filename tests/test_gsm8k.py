@@ -69,14 +69,11 @@ def test_what_is_dropped_is_told(task, tmp_path, capsys):
     assert task.num_dropped == 2 and len(task.worked) == 301
 
 
-def test_train_is_dealt_to_sft_and_rl_and_test_to_the_test_splits(task):
+def test_a_problem_is_a_function_of_seed_split_and_index(task):
     assert all(question.startswith("test") == split.startswith("test") for split in SPLITS
                for question in task.splits[split] if question != CLIPS[0])
     assert sum(map(len, task.splits.values())) == len({question for split in SPLITS
                                                        for question in task.splits[split]}) == 301
-
-
-def test_a_problem_is_a_function_of_seed_split_and_index(task):
     again, other = (GSM8K.__new__(GSM8K) for _ in range(2))
     for made, seed in ((again, 0), (other, 1)):
         made.__dict__ = {**vars(task), "seed": seed}

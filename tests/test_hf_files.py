@@ -306,15 +306,12 @@ def folder(good_folder, tmp_path):
     return target
 
 
-def test_values_that_a_configuration_may_not_have_are_named(folder):
+def test_values_and_keys_that_a_configuration_may_not_have_or_lack_are_named(folder):
     good = read(folder)
     read_config(str(folder))
     for values, said in BAD_VALUES:
         write(folder, "config.json", good | values)
         refused(lambda: read_config(str(folder)), str(folder / "config.json"), said)
-
-
-def test_keys_that_a_configuration_lacks_are_named(folder):
     good = read(folder)
     for key in ("hidden_size", "max_position_embeddings", "vocab_size", "num_hidden_layers", "num_attention_heads",
                 "intermediate_size"):

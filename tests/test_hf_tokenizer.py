@@ -526,7 +526,7 @@ def like_llama2(tmp_path, change, template: str = LLAMA2) -> HFTokenizer:
                                   {"eos_token": "</s>", "bos_token": "<s>", "chat_template": template}))
 
 
-def test_an_unknown_character_is_the_unknown_token_and_eos_may_be_a_word(tmp_path):
+def test_tokens_of_sentencepiece_that_are_unknown_words_or_not_found(tmp_path):
     tokenizer = like_llama2(tmp_path, lambda settings: settings["model"].update(byte_fallback=False))
     assert (0 in tokenizer.encode("東") and 0 in tokenizer.render_prompt("東")
             and tokenizer.decode(tokenizer.encode("東")) == " ?")
@@ -534,10 +534,7 @@ def test_an_unknown_character_is_the_unknown_token_and_eos_may_be_a_word(tmp_pat
     assert (tokenizer.bos, tokenizer.eos, tokenizer.token_bytes(0)) == (1, 2, b"?")
     assert (controls(tokenizer, tokenizer.render_prompt("</s><s>")) == Counter(["<s>"])
             and said(tokenizer, turns("a", "b")) == [" b </s>"])
-
-
-def test_special_tokens_that_the_library_does_not_find_are_an_error(tmp_path):
-    """A normalized <s> is "▁<s>" to the library: the second one, after </s>, would be read as text."""
+    # A normalized <s> is "▁<s>" to the library: the second one, after </s>, would be read as text.
     template = LLAMA2.replace("{{ bos_token + '[INST] '", "{{ 'x' + bos_token + '[INST] '")
     tokenizer = like_llama2(tmp_path, lambda settings: settings["added_tokens"][1].update(normalized=True), template)
     with pytest.raises(BadInput, match="does not find the special tokens"):

@@ -51,24 +51,18 @@ def chain() -> Chain:
     return make_task(parse(chat_sft, [*TASK_FLAGS, "--role", "generator"]))
 
 
-def test_math_shepherd_asks_after_every_step_and_is_hard_or_soft():
+def test_labels_of_hand_vectors():
     values = [0.9, 0.25, 0.0, 1.0]  # the empty prefix is not asked for
     assert labels_of("math_shepherd", values) == ([1.0, 0.0, 1.0], [1, 2, 3])
     assert labels_of("math_shepherd_soft", values) == ([0.25, 0.0, 1.0], [1, 2, 3])
     assert any_right([0.0, 1e-9]) == [0.0, 1.0]
-
-
-def test_relative_progress_of_a_hand_vector():
-    """.8 / 1 = .8 counts; .5 / .8 = .625 does not; .9 / .5 = 1.8 does; 0 / .9 does not, nor anything after it, though
-    the last one comes back."""
+    # .8 / 1 = .8 counts; .5 / .8 = .625 does not; .9 / .5 = 1.8 does; 0 / .9 does not, nor anything after it,
+    # though the last one comes back.
     values = [1.0, 0.8, 0.5, 0.9, 0.0, 0.0, 0.5]
     assert labels_of("rpe", values) == ([1.0, 0.0, 1.0, 0.0, 0.0, 0.0], [0, 1, 2, 3, 4, 5, 6])
     assert relative_progress([0.0, 0.5, 0.5]) == [0.0, 0.0]  # MC_0 = 0
     # 8 of 25 after 10 of 25 is .8, which floats take for less; 7 of 25 is less
     assert relative_progress([10 / 25, 8 / 25, 8 / 25]) == [1.0, 1.0] and relative_progress([0.4, 0.28]) == [0.0]
-
-
-def test_gains_are_differences():
     values = [Fraction(n, 7) for n in (3, 1, 6, 0, 5)]
     assert gains(values) == [Fraction(-2, 7), Fraction(5, 7), Fraction(-6, 7), Fraction(5, 7)]
     for method in ("pav", "information_gain"):
@@ -81,9 +75,6 @@ def test_the_search_finds_the_scans_first_error_with_a_logarithm_of_its_prefixes
         labels, asked = labels_of("omega_prm", values)
         assert labels == labels_of("math_shepherd", values)[0] == [float(k < error) for k in range(1, num_steps + 1)]
         assert len(asked) <= math.ceil(math.log2(num_steps + 1)) and 0 not in asked
-
-
-def test_the_search_ends_where_the_value_falls_to_0_on_any_vector():
     for pattern in product([0.0, 0.5], repeat=5):
         labels, _ = labels_of("omega_prm", [1.0, *pattern])
         error = labels.index(0.0) if 0.0 in labels else 5

@@ -161,7 +161,7 @@ def test_verifications_written_by_hand(solution, verification):
     assert all(task.analysis_labels(PROBLEM, solution, analyses))
 
 
-def test_memory_is_wrong_about_a_share_of_the_facts():
+def test_shares_of_wrong_facts_of_recalled_keys_and_of_right_solutions():
     task = task_of("lookup", "--chain-share", "0", "--lookup-wrongness", "1", "--lookup-recall-share", "0")
     assert len(task.wrong_facts) == len(task.verifier_wrong_facts) == round(0.35 * 26)
     assert task.wrong_facts != task.verifier_wrong_facts
@@ -170,16 +170,10 @@ def test_memory_is_wrong_about_a_share_of_the_facts():
         for step, error in zip((text[s:e] for s, e in task.fmt.step_spans(text)), errors, strict=True):
             if step.startswith("<"):
                 assert (error == "information") == (step[1] in task.wrong_facts)
-
-
-def test_a_share_of_the_keys_is_used_from_memory():
     task = task_of("lookup", "--lookup-recall-share", "0.3")
     pairs = demos(task, "solution_demo", 500)
     num_keys = sum(operand in task.facts for problem, _ in pairs for _, operand in task._terms(problem.prompt))
     assert abs(sum(text.count("<") for _, text in pairs) / num_keys - 0.7) < 0.04  # over three standard errors
-
-
-def test_over_half_of_the_corrupted_solutions_are_right():
     task = task_of("lookup")
     outcomes = [all(task.step_labels(*pair)) and task.check(*pair) for pair in demos(task, "corrupted_solution")]
     assert 0.5 < sum(outcomes) / len(outcomes) < 0.9

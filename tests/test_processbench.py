@@ -43,9 +43,6 @@ def test_rows_are_read_as_the_hub_has_them_from_every_kind_of_file(tmp_path):
     datasets.disable_progress_bars()
     datasets.Dataset.from_list([ROW, right]).to_parquet(str(tmp_path / "math.parquet"))
     assert load_processbench(str(tmp_path / "math.parquet")) == judged
-
-
-def test_the_first_and_the_last_step_may_be_the_wrong_one_and_labels_be_floats(tmp_path):
     path = write(tmp_path / "math.jsonl", [{**ROW, "label": label} for label in (-1.0, 0, 1)])
     labels = [sample.label for sample in load_processbench(path)]
     assert labels == [-1, 0, 1] and all(type(label) is int for label in labels)
@@ -185,7 +182,7 @@ def test_the_verifier_is_told_of_every_step_and_of_no_more_whatever_they_hold(st
             assert prompt.count("|") == 2 and prompt.endswith(f"|{len(steps)}") and not set("TF") & set(prompt)
 
 
-def test_first_error_scores_by_hand():
+def test_first_error_scores_and_their_average_by_hand():
     """Erroneous: labels 0, 2, 1, predicted 0, 1, None: 1/3. Correct: predicted -1, -1, 0, None: 2/4. F1 = 2 * 1/3 * 1/2
     / (5/6) = 0.4."""
     labels, predictions = [0, -1, 2, -1, 1, -1, -1], [0, -1, 1, -1, None, 0, None]
@@ -194,9 +191,6 @@ def test_first_error_scores_by_hand():
     assert first_error_scores([0, -1], [-1, 0]) == {"error_acc": 0, "correct_acc": 0, "f1": 0}
     assert first_error_scores([1, 0], [1, -1]) == {"error_acc": 0.5, "correct_acc": None, "f1": None}
     assert first_error_scores([-1], [-1]) == {"error_acc": None, "correct_acc": 1, "f1": None}
-
-
-def test_the_average_is_of_subsets_not_of_samples_and_needs_all():
     rows = [{"error_acc": 0.2, "correct_acc": 1.0, "f1": 1 / 3}, {"error_acc": 0.4, "correct_acc": 0.5, "f1": 4 / 9}]
     assert mean_scores(rows) == {name: pytest.approx(x)
                                  for name, x in (("error_acc", 0.3), ("correct_acc", 0.75), ("f1", 7 / 18))}
@@ -204,16 +198,13 @@ def test_the_average_is_of_subsets_not_of_samples_and_needs_all():
             == {"error_acc": pytest.approx(0.3), "correct_acc": None, "f1": None})
 
 
-def test_verdicts_are_aligned_with_the_steps():
+def test_verdicts_are_aligned_and_a_solution_scored_by_hand():
     assert (aligned([True], 3) == [True, None, None]
             and aligned([True, False, True], 2) == [True, False] and aligned([], 0) == [])
     assert first_error(aligned([True, True], 3)) is None  # the third step is not judged
     assert first_error(aligned([True, False], 3)) == 1 and first_error(aligned([True, True, False], 2)) == -1
-
-
-def test_scores_of_a_solution_by_hand():
-    """Three verifications of two steps. final 1/3 (an unread verdict is no CORRECT); steps (2 + 1 + 1) / 6; step 1 is
-    called right twice, step 2 twice."""
+    # Three verifications of two steps. final 1/3 (an unread verdict is no CORRECT); steps (2 + 1 + 1) / 6; step 1
+    # is called right twice, step 2 twice.
     verdicts, step_verdicts = [True, False, None], [[True, True], [True, False], [None, True]]
     assert ({name: score(verdicts, step_verdicts) for name, score in SCORES.items()}
             == {"final": 1 / 3, "steps": 4 / 6, "min_step": 2 / 3})
@@ -221,14 +212,11 @@ def test_scores_of_a_solution_by_hand():
     assert {name: score([True], [[]]) for name, score in SCORES.items()} == {"final": 1, "steps": 0, "min_step": 0}
 
 
-def test_best_of_n_goes_by_score_then_tie_break_then_place():
+def test_best_of_n_and_the_weighted_vote_by_hand():
     assert best_of_n([0.2, 0.8, 0.5], [1, 0, 1]) == 1
     assert best_of_n([0.5, 0.8, 0.8], [1, 0.2, 0.3]) == 2
     assert best_of_n([0.5, 0.5, 0.5], [0.1, 0.3, 0.3]) == 1
     assert best_of_n([0.0], [0.0]) == 0
-
-
-def test_the_weighted_vote_sums_scores_per_answer():
     assert weighted_vote(["a", "b", "a", "b"], [0.5, 0.9, 0.5, 0.0]) == "a"  # 1.0 against 0.9
     assert (weighted_vote(["a", "b", "b"], [0.7, 0.3, 0.3]) == "a"
             and weighted_vote(["a", "b", "b"], [0.5, 0.3, 0.3]) == "b")
@@ -246,10 +234,7 @@ def test_choosing_by_hand():
     got = choose(["x", "y", "y", None], [True, False, False, False], [0.1, 0.4, 0.4, 0.5], [0, 0, 0, 0])
     # an unread answer can be believed, not voted for
     assert got["chosen"] == {"maj": "y", "bon": 3, "weighted": "y"} and got["bon"] == got["weighted"] == 0
-
-
-def test_solutions_without_an_outcome_are_left_out_of_every_choice():
-    """Without the first and the last: y, y, x with outcomes 0, 0, 1."""
+    # Without the first and the last: y, y, x with outcomes 0, 0, 1.
     answers, outcomes = ["x", "y", "y", "x", "x"], [None, False, False, True, None]
     got = choose(answers, outcomes, [1.0, 0.2, 0.2, 0.3, 1.0], [0] * 5)
     assert got == {"pass@1": pytest.approx(1 / 3), "maj": 0, "bon": 1, "weighted": 0, "pass@n": 1,
@@ -274,9 +259,6 @@ def test_calibration_by_hand():
     assert calibration(shares, outcomes) == {"count": 6, "ece": pytest.approx(0.5), "brier": pytest.approx(2.5 / 6),
                                              "auroc": 0.5, "bins": bins}
     assert calibration([], []) is None
-
-
-def test_calibration_of_judges_that_know_and_that_guess():
     outcomes = [True, False, True, False]
     assert (auroc([0.9, 0.1, 0.8, 0.2], outcomes), auroc([0.1, 0.9, 0.2, 0.8], outcomes),
             auroc([0.5] * 4, outcomes), auroc([0.3, 0.6], [True, True])) == (1, 0, 0.5, None)
@@ -284,9 +266,6 @@ def test_calibration_of_judges_that_know_and_that_guess():
     # Weights are counts: 3/4 * 1/3 + 1/4 * 0
     assert (expected_calibration_error(reliability([0.0, 0.0, 0.0, 1.0], [True, False, False, True]))
             == pytest.approx(0.25))
-
-
-def test_a_share_on_an_edge_is_in_the_bin_above_it_for_every_k():
     for k in range(1, 65):
         for s in range(k + 1):
             (row,) = reliability([s / k], [True])

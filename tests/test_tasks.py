@@ -542,9 +542,6 @@ def test_a_mixture_deals_its_parts_in_turn_and_each_judges_its_own():
         solution = part.corrupted_solution(original, random.Random(i))
         assert mixed.step_labels(problem, solution) == part.step_labels(original, solution) != []
         assert mixed.check(problem, solution) == part.check(original, solution)
-
-
-def test_a_mixture_of_what_is_no_task_is_bad_input():
     with pytest.raises(BadInput, match="--mixture-tasks chain,sorting: 'sorting' is not a task"):
         task_of("mixture", "--mixture-tasks", "chain,sorting")
 

@@ -30,7 +30,7 @@ from statistics import mean
 
 from dev.experiments.verify_or_sample import (VOTE, Lead, Way, best_way, expected, lead_of, points_of, powers,
                                               tokens_of, voting_at)
-from nanochat.cli import check_least, check_most, check_name, script_main, script_parser
+from nanochat.cli import at_least, check_name, script_main, script_parser
 from nanochat.common import BadInput, init_device, print0, rank_and_world
 from nanochat.engine import row_key
 from nanochat.hf.tokenizer import load_tokenizer
@@ -53,8 +53,10 @@ def make_parser():
     parser = script_parser(__doc__)
     add_verifier_args(parser)
     parser.add_argument("--retries", type=int, nargs="+", default=[1, 2, 4], help="of a step that is rejected, at most")
-    parser.add_argument("--num-attempts", type=int, default=4, help="solutions of each problem by steps")
-    parser.add_argument("--num-draws", type=int, default=32, help="random orders of each problem's votes")
+    parser.add_argument("--num-attempts", type=at_least(1, int, 10 ** 4), default=4,
+                        help="solutions of each problem by steps")
+    parser.add_argument("--num-draws", type=at_least(1, int, 10 ** 5), default=32,
+                        help="random orders of each problem's votes")
     add_generator_args(parser.add_argument_group("solutions"), is_needed=True)
     add_task_args(parser)
     parser.set_defaults(num_samples=32, num_verifications=1, calculator=False, **dict.fromkeys(task_flags()))
@@ -62,8 +64,6 @@ def make_parser():
 
 
 def check_args(args) -> None:
-    check_least(args, {"num_draws": 1, "num_attempts": 1})
-    check_most(args, {"num_draws": 10 ** 5, "num_attempts": 10 ** 4})
     check_name("--generator-tag", args.generator_tag)
     if not 1 <= min(args.retries) <= max(args.retries) <= MOST_RETRIES or len(set(args.retries)) < len(args.retries):
         raise BadInput(f"--retries {' '.join(map(str, args.retries))}: must be numbers from 1 to {MOST_RETRIES}, each "

@@ -36,7 +36,7 @@ from math import log
 from statistics import mean
 from typing import NamedTuple
 
-from nanochat.cli import check_least, check_most, check_name, script_main, script_parser
+from nanochat.cli import at_least, check_name, script_main, script_parser
 from nanochat.common import BadInput, init_device, print0, rank_and_world
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.measure.voting import SCORES, choose
@@ -56,7 +56,8 @@ PARTS = {"problems", "problems_left_out", "too_long", "parse_fail", "points", "l
 def make_parser():
     parser = script_parser(__doc__)
     add_verifier_args(parser)
-    parser.add_argument("--num-draws", type=int, default=32, help="random orders of each problem's samples")
+    parser.add_argument("--num-draws", type=at_least(1, int, 10 ** 5), default=32,
+                        help="random orders of each problem's samples")
     add_generator_args(parser.add_argument_group("solutions"), is_needed=True)
     add_task_args(parser)
     parser.set_defaults(num_samples=32, num_verifications=8, temperature=1.0, judge_report=False,
@@ -65,8 +66,6 @@ def make_parser():
 
 
 def check_args(args) -> None:
-    check_least(args, {"num_draws": 1})
-    check_most(args, {"num_draws": 10 ** 5})
     check_name("--generator-tag", args.generator_tag)
     check_players(args, PARTS)
     if args.max_problems == 1:
