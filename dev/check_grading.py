@@ -65,7 +65,7 @@ def main(folder: str):
             bodies = sorted({grading.for_worker(reading) for reading in map(read, golds) if reading.value is None
                              and is_ordinary(reading.body)})
             print(f"{name}: {len(bodies)} ordinary formulas; not parsed: "
-                  f"{[body for body in bodies if not grading.parsable(gold=body)]}")
+                  f"{[body for body in bodies if not grading.verified(body)]}")
 
 
 if __name__ == "__main__":

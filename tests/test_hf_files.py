@@ -312,7 +312,6 @@ def test_values_and_keys_that_a_configuration_may_not_have_or_lack_are_named(fol
     for values, said in BAD_VALUES:
         write(folder, "config.json", good | values)
         refused(lambda: read_config(str(folder)), str(folder / "config.json"), said)
-    good = read(folder)
     for key in ("hidden_size", "max_position_embeddings", "vocab_size", "num_hidden_layers", "num_attention_heads",
                 "intermediate_size"):
         write(folder, "config.json", {name: value for name, value in good.items() if name != key})
