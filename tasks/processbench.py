@@ -21,7 +21,7 @@ COLUMNS = ("problem", "steps", "label", "final_answer_correct")
 
 @dataclass(frozen=True)
 class LabelledSolution:
-    """label: index of the first wrong step, -1 where none is; row: in the subset's table, from 1."""
+    """One solution. label: of its first wrong step, from 0, -1 without one; row: in the subset's table, from 1."""
     problem: str
     steps: tuple[str, ...]
     label: int

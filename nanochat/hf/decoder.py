@@ -261,7 +261,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """compute_dtype: of products; activation_dtype: of what lies between them. Parameters stay as they are."""
+    """The model. compute_dtype: of products; activation_dtype: of what lies between. Parameters stay as they are."""
 
     def __init__(self, config: DecoderConfig, compute_dtype: torch.dtype = torch.float32):
         super().__init__()

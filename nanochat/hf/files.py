@@ -174,7 +174,7 @@ def check_names(where: str, config: DecoderConfig, wanted: set[str], there: set[
 
 @torch.no_grad()
 def read_model(folder: str, device, compute_dtype: torch.dtype, dtype: torch.dtype | None = None) -> Decoder:
-    """dtype: of the parameters; by default that of the file's embedding. Raises BadInput that names file or tensor."""
+    """The model of a folder. dtype: of its parameters; by default that of the file's embedding. Raises BadInput."""
     config, files = read_config(folder), weight_files(folder)
     check_tensors(folder, config, files)
     if dtype is None:
