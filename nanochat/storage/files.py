@@ -106,12 +106,13 @@ def whole_folder(path: str):
     """A folder to fill, which has another name until the block ends: it is there whole or not at all. Raises
     CannotWrite."""
     parent, name = os.path.split(os.path.abspath(path))
+    begin = f".{name[:50]}-"  # a name may be nearly as long as the system takes
     make_folder(parent)
-    for other in glob.glob(f".{glob.escape(name)}-*{PARTIAL}", root_dir=parent):
+    for other in glob.glob(f"{glob.escape(begin)}*{PARTIAL}", root_dir=parent):
         print0(f"WARNING: {os.path.join(parent, other)} is of another process that writes {path}: remove it, unless "
                f"that is still at work")
     with writing(path):
-        partial = tempfile.mkdtemp(dir=parent, prefix=f".{name}-", suffix=PARTIAL)
+        partial = tempfile.mkdtemp(dir=parent, prefix=begin, suffix=PARTIAL)
         try:
             os.chmod(partial, 0o755)  # mkdtemp makes it for its owner alone
             yield partial
