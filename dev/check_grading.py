@@ -14,8 +14,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from tasks import grading
-from tasks.grading import compare, grade, is_ordinary, readable
 from tasks.answers import read, unspaced
+from tasks.grading import compare, grade, is_ordinary, readable
 
 
 def golds_of(folder: str, name: str, *files: str) -> list[str]:
@@ -65,7 +65,7 @@ def main(folder: str):
             bodies = sorted({grading.for_worker(reading) for reading in map(read, golds) if reading.value is None
                              and is_ordinary(reading.body)})
             print(f"{name}: {len(bodies)} ordinary formulas; not parsed: "
-                  f"{[body for body in bodies if not grading.parsable(gold=body)]}")
+                  f"{[body for body in bodies if not grading.verified(body)]}")
 
 
 if __name__ == "__main__":

@@ -228,22 +228,6 @@ def above(low: float, most: float = math.inf) -> Callable:
     return at_least(low, float, most, is_open=True)
 
 
-def check_least(args, least: dict[str, float]) -> None:
-    """Raises BadInput for the first flag that is below its least value; one left at None is not looked at."""
-    for name, low in least.items():
-        value = getattr(args, name)
-        if value is not None and not value >= low:
-            raise BadInput(f"--{name.replace('_', '-')} {value}: must be at least {low}")
-
-
-def check_most(args, most: dict[str, float]) -> None:
-    """Raises BadInput for the first flag that is above its most; one left at None is not looked at."""
-    for name, high in most.items():
-        value = getattr(args, name)
-        if value is not None and value > high:
-            raise BadInput(f"--{name.replace('_', '-')} {value}: must be at most {high}")
-
-
 def check_choices(args, tables: dict[str, Iterable[str]]) -> None:
     """Raises BadInput for the first flag whose value is not in its table."""
     for name, table in tables.items():

@@ -5,19 +5,16 @@ if ! [[ ${NPROC:-1} =~ ^[1-9][0-9]{0,3}$ ]]; then
     echo "error: NPROC=$NPROC: must be a number from 1 to 9999" >&2
     return 2 2> /dev/null || exit 2
 fi
-if [ -z "${HOME:-}" ] && [[ ${NANOCHAT_BASE_DIR:-\~} == \~* || ${NANOCHAT_EXPERIMENTS_DIR:-} == \~* ]]; then
+if [ -z "${HOME:-}" ] && [[ ${NANOCHAT_BASE_DIR:-\~} == \~* ]]; then
     echo "error: HOME is not set: set it, or NANOCHAT_BASE_DIR to the whole path of a folder" >&2
     return 2 2> /dev/null || exit 2
 fi
-# Such a path begins where the user is, not at the project's root, for Python and for these scripts.
-for name in NANOCHAT_BASE_DIR NANOCHAT_EXPERIMENTS_DIR; do
-    given=${!name:-}
-    case $given in
-    "" | /*) ;;
-    \~ | \~/*) export "$name=$HOME${given#\~}" ;;
-    *) export "$name=$PWD/$given" ;;
-    esac
-done
+# That path begins where the user is, not at the project's root, for Python and for these scripts.
+case ${NANOCHAT_BASE_DIR:-} in
+"" | /*) ;;
+\~ | \~/*) export NANOCHAT_BASE_DIR="$HOME${NANOCHAT_BASE_DIR#\~}" ;;
+*) export NANOCHAT_BASE_DIR="$PWD/$NANOCHAT_BASE_DIR" ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
 # Its programs and its link to the project hold the folder's name.

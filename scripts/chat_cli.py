@@ -7,29 +7,29 @@ other, as chat. `clear` begins anew, `quit` ends. Calculator calls are shown as 
     python -m scripts.chat_cli -i sft -g d24
     python -m scripts.chat_cli -i rl -g chain-s0-gen --verifier chain-s0-ver -p "3+5*2-4"
 """
-import argparse
 import codecs
 
 from nanochat.calculator import Calculator
-from nanochat.checkpoint import default_tag, list_tags, load_model, warn_of_role
-from nanochat.cli import at_least, check_name, script_main
+from nanochat.checkpoint import default_tag, list_tags
+from nanochat.cli import add_device_arg, at_least, check_name, new_parser, script_main
 from nanochat.common import BadInput, init_device
 from nanochat.engine import check_temperature, generate, row_key
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
+from nanochat.rl.measure.voting import aligned
 from nanochat.rl.records.prompts import Verification, parse_verification, read_solution, verifier_prompt
 from nanochat.rl.report.terminal import add_colour_flag, one_line, paint, printable, wants_colour
 from nanochat.storage.files import path_of
+from scripts.verifier_eval import load
 from tasks import TASKS, recorded_value, task_flags
 from tasks.formats import FORMATS, Format
-from tasks.mixture import PARTS
 
-COLOURS = {True: "32", False: "31", None: "33"}  # right green, wrong red, no verdict yellow
+COLOURS = {True: "32", False: "31", None: "33"}  # green, red, yellow
+WORDS = {True: "right", False: "wrong", None: "no verdict"}
 SHOWN = {"<|python_start|>": "[", "<|python_end|>": " = ", "<|output_start|>": "", "<|output_end|>": "]"}
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = new_parser(__doc__)
     parser.add_argument("-i", "--source", choices=["sft", "rl"], default="sft", help="stage of the checkpoint")
     parser.add_argument("-g", "--model-tag", default="", help="default: the largest d<N>")
     parser.add_argument("-s", "--step", type=at_least(-1), default=-1, help="-1 = the last")
@@ -44,8 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
                         help="how problems are put; default: the task's in the checkpoint")
     add_colour_flag(parser)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
-                        help="default: the best there is")
+    add_device_arg(parser)
     return parser
 
 
@@ -74,8 +73,7 @@ class Speaker:
 
 
 def answer(args, model, tokenizer, prompt: list[int], turn: int) -> list[int]:
-    """Samples an answer, printed as it comes. -> its tokens, the end token last also where it was cut. Raises BadInput
-    when the prompt does not fit."""
+    """Samples and prints an answer. -> its tokens, the end token last. Raises BadInput when the prompt does not fit."""
     room = model.config.sequence_len - len(prompt)
     if room < 1:
         raise BadInput(f"the conversation has {len(prompt)} tokens, the context {model.config.sequence_len}: begin "
@@ -107,13 +105,11 @@ def verify(args, verifier, tokenizer, fmt: Format, problem: str, solution: str, 
 
 def show_verdicts(fmt: Format, solution: str, verification: Verification, colour: bool) -> None:
     """Prints the solution's steps with the verifier's verdicts, then its final one and what its text lacks."""
-    words = {True: "right", False: "wrong", None: "no verdict"}
-    spans = fmt.step_spans(solution)
-    verdicts = (verification.step_verdicts + [None] * len(spans))[: len(spans)]
-    for k, ((start, end), verdict) in enumerate(zip(spans, verdicts, strict=True), 1):
-        print(f"  step {k}: {one_line(fmt.step_body(solution[start:end]))}  "
-              + paint(words[verdict], COLOURS[verdict], colour))
-    print("  verdict: " + paint(words[verification.verdict], COLOURS[verification.verdict], colour))
+    painted = lambda verdict: paint(WORDS[verdict], COLOURS[verdict], colour)
+    steps = fmt.step_bodies(solution)
+    for k, (step, verdict) in enumerate(zip(steps, aligned(verification.step_verdicts, len(steps)), strict=True), 1):
+        print(f"  step {k}: {one_line(step)}  {painted(verdict)}")
+    print(f"  verdict: {painted(verification.verdict)}")
     if verification.unmet:
         print(f"  (malformed: {', '.join(verification.unmet)})")
 
@@ -125,10 +121,7 @@ def format_of(recorded: dict, where: str) -> str:
         return "chat"  # it has never seen the task
     task = recorded_value(recorded, "task", "", where)
     if task == "mixture":
-        names = recorded_value(recorded, "mixture_tasks", task_flags()["mixture_tasks"], where)
-        task = names.split(",")[0]
-        if task not in PARTS:
-            raise BadInput(f"{where}: mixture_tasks is {names!r:.80}, and there are {', '.join(PARTS)}")
+        task = recorded_value(recorded, "mixture_tasks", task_flags()["mixture_tasks"], where).split(",")[0]
     if not task:
         return "chat"
     if f"{task}_format" in task_flags():
@@ -138,21 +131,12 @@ def format_of(recorded: dict, where: str) -> str:
 
 
 def choose_format(args, recorded: dict, where: str) -> Format | None:
-    """How a message becomes a prompt: a task's format, or None for chat. Raises BadInput for --verifier without a
-    task."""
+    """How a message becomes a prompt: a task's format, or None for chat. Raises BadInput."""
     name = args.format or format_of(recorded, where)
     if args.verifier and name == "chat":
         raise BadInput(f"--verifier {args.verifier}: a verifier judges steps, and chat has none: give --format "
                        f"{' or '.join(FORMATS)}")
     return FORMATS.get(name)
-
-
-def load_verifier(args, tokenizer, device):
-    stage = args.source if args.verifier in list_tags(args.source) else "sft"
-    verifier, meta = load_model(stage, args.verifier, device, trained=False)
-    tokenizer.check_model("verifier", verifier)
-    warn_of_role(args.verifier, meta, "verifier")
-    return verifier
 
 
 def read_message() -> str | None:
@@ -176,13 +160,13 @@ def main(args) -> None:
         raise BadInput("-p: the message is empty")
     tokenizer = load_tokenizer(path_of("tokenizer"))
     device = init_device(args.device_type)
-    model, meta = load_model(args.source, tag, device, None, None if args.step < 0 else args.step,
-                             trained=False)
-    tokenizer.check_model("model", model)
-    fmt = choose_format(args, meta.get("user_config", {}), path_of(args.source, tag, f"meta_{meta['step']:06d}.json"))
-    verifier = load_verifier(args, tokenizer, device) if args.verifier else None
+    model, recorded, where, step = load(args.source, tag, args.step, tokenizer, device, "generator")
+    fmt, verifier = choose_format(args, recorded, where), None
+    if args.verifier:
+        stage = args.source if args.verifier in list_tags(args.source) else "sft"
+        verifier = load(stage, args.verifier, -1, tokenizer, device, "verifier")[0]
     colour = wants_colour(args.colour)
-    print(f"{tag} of {path_of(args.source)}, step {meta['step']}; "
+    print(f"{tag} of {path_of(args.source)}, step {step}; "
           + (f"problems in the format {fmt.name}" if fmt else "chat"))
     history, messages, turn = [], [], 0  # of the conversation: tokens, and what was said
     while (said := read_message() if args.prompt is None else args.prompt) is not None:

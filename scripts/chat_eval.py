@@ -9,12 +9,11 @@ HumanEval is not here: it runs what a model wrote.
     torchrun --standalone --nproc_per_node=8 scripts/chat_eval.py -- -i sft -a "gsm8k|ARC-Easy|MMLU"
 """
 import argparse
-import os
 
 import torch
 
-from nanochat.checkpoint import default_tag, load_model, warn_of_role
-from nanochat.cli import at_least, check_name, script_main
+from nanochat.checkpoint import default_tag
+from nanochat.cli import add_device_arg, at_least, check_name, new_parser, script_main
 from nanochat.common import BadInput, all_reduce, gather_lists, init_device, print0, rank_and_world
 from nanochat.dataloader import length_batches
 from nanochat.engine import check_temperature, pad_prompts
@@ -24,20 +23,21 @@ from nanochat.rl.play.sampling import Sampler
 from nanochat.rl.records.outcomes import answers_of, labels_of, lenient_outcomes, outcomes_of, problems_of
 from nanochat.rl.records.prompts import check_prompts_fit
 from nanochat.storage.files import path_of
-from tasks import TASKS, add_task_args, complete_task_args, make_task, recorded_count, task_flags
+from scripts.verifier_eval import load_generator
+from tasks import TASKS, add_task_args, make_task, task_flags
 from tasks.multiple_choice import CHOICE_SETS, RANDOM_BASELINE, choice_prompt, load_choices
 
 SPLITS = {"test_in": "", "test_out": ", test_out"}
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
-    parser.add_argument("-i", "--source", choices=["sft", "rl"], required=True, help="stage of the checkpoint")
+def make_parser():
+    parser = new_parser(__doc__)
+    parser.add_argument("-i", "--source", choices=["sft", "rl"], required=True, dest="generator_source",
+                        help="stage of the checkpoint")
     parser.add_argument("-a", "--task-name", default="",
                         help=f"tasks, separated by |, of {', '.join([*TASKS, *CHOICE_SETS])}; "
                              f"default: the checkpoint's")
-    parser.add_argument("-g", "--model-tag", default="", help="default: the largest d<N>")
+    parser.add_argument("-g", "--model-tag", default="", dest="generator_tag", help="default: the largest d<N>")
     parser.add_argument("-s", "--step", type=at_least(-1), default=-1, help="-1 = the last")
     parser.add_argument("-x", "--max-problems", type=at_least(1, int, 10 ** 6, also=-1), default=-1,
                         help="problems per task and split; -1 = all there are, 400 of tasks that make their own")
@@ -53,8 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
                         help="rows that decode together; changes memory, no result")
     parser.add_argument("--choices", default="",
                         help="file of the multiple-choice set, in place of the one that datasets loads")
-    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
-                        help="default: the best there is")
+    add_device_arg(parser)
     parser.add_argument("--seed", type=int, default=None, help="default: the checkpoint's")
     add_task_args(parser)
     parser.set_defaults(**dict.fromkeys(task_flags()))
@@ -127,8 +126,7 @@ def evaluate_task(args, name: str, model, tokenizer, device) -> None:
 
 @torch.no_grad()
 def letter_accuracy(model, tokenizer, choices: list, device, max_tokens: int = 16384) -> tuple[float, int]:
-    """The share of questions whose right letter is the likeliest of its letters, and how many were longer than the
-    context and count as wrong."""
+    """The share of questions whose right letter is the likeliest, and how many are beyond the context, so wrong."""
     rank, world = rank_and_world()
     tokens = {letter: letter_token(tokenizer, letter) for choice in choices for letter in choice.letters}
     mine = [(tokenizer.render_prompt(choice_prompt(c)), c) for c in choices[rank::world]]
@@ -161,32 +159,18 @@ def check_args(args) -> None:
         raise BadInput(f"-a {asked}: {unknown[0]!r} is not a task; there are {', '.join([*TASKS, *CHOICE_SETS])}")
     if args.temperature == 0 and args.num_samples > 1:
         raise BadInput(f"-n {args.num_samples}: greedy samples are all the same; give -t above 0")
-    if args.choices and not os.path.exists(args.choices):
-        raise BadInput(f"--choices {args.choices}: no such file")
     if args.choices and not set(asked.split("|")) & set(CHOICE_SETS):
         raise BadInput(f"--choices {args.choices}: is for {', '.join(CHOICE_SETS)}, and -a names none of them")
 
 
 def main(args) -> None:
     check_args(args)
-    tag = args.model_tag or default_tag(args.source)
-    check_name("-g", tag)
+    args.generator_tag = args.generator_tag or default_tag(args.generator_source)
+    check_name("-g", args.generator_tag)
+    args.task = args.task_name or args.task or None
     tokenizer = load_tokenizer(path_of("tokenizer"))
     device = init_device(args.device_type)
-    model, meta = load_model(args.source, tag, device, None, None if args.step < 0 else args.step,
-                             trained=False)
-    tokenizer.check_model("model", model)
-    warn_of_role(tag, meta, "generator")
-    recorded, where = meta.get("user_config", {}), path_of(args.source, tag, f"meta_{meta['step']:06d}.json")
-    args.task = args.task_name or args.task or None
-    if not (args.task or recorded.get("task")):
-        raise BadInput(f"-g {tag}: the checkpoint names no task, so give -a")
-    complete_task_args(args, recorded, where)
-    if args.max_new_tokens < 0:
-        args.max_new_tokens = recorded_count(recorded, "max_new_tokens", min(256, model.config.sequence_len // 2),
-                                             where)
-    print0(f"{path_of(args.source, tag)} at step {meta['step']}, seed {args.seed} of problems, "
-           f"{args.max_new_tokens} tokens at most")
+    model, _ = load_generator(args, args.step, tokenizer, device)
     for name in args.task.split("|"):
         if name in TASKS:
             evaluate_task(args, name, model, tokenizer, device)

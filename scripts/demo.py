@@ -16,7 +16,7 @@ from collections import Counter
 from itertools import zip_longest
 
 from nanochat.checkpoint import find_step, fingerprint, load_model
-from nanochat.cli import at_least, script_main
+from nanochat.cli import add_device_arg, at_least, new_parser, script_main
 from nanochat.common import BadInput, init_device
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.learn.roles import Start
@@ -27,15 +27,14 @@ from nanochat.rl.records.outcomes import answers_of, labels_of, outcomes_of, pro
 from nanochat.rl.report.report import Run, read_run, run_folder
 from nanochat.rl.report.terminal import add_colour_flag, one_line, paint, wants_colour
 from nanochat.storage.files import path_of
-from tasks import complete_task_args, make_task, recorded_count, recorded_value, task_flags
+from tasks import complete_task_args, make_task, recorded_value, task_flags
 
 COLOURS = {True: "32", False: "31", None: "90"}  # right green, wrong red, none grey
 WORDS = {True: "right", False: "wrong", None: "-"}
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = new_parser(__doc__)
     parser.add_argument("run", nargs="?", default="", help="name or folder of a finished run; default: the newest")
     parser.add_argument("--num-problems", type=at_least(1), default=5, help="problems that are shown")
     parser.add_argument("--num-scored", type=at_least(0), default=100,
@@ -43,8 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", choices=list(SPLITS), default="test_in", help="test_out: longer or other problems")
     parser.add_argument("--seed", type=int, default=0, help="picks the problems")
     add_colour_flag(parser)
-    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
-                        help="default: the best there is")
+    add_device_arg(parser)
     return parser
 
 
@@ -65,8 +63,7 @@ def find_run(name: str) -> Run:
 
 
 def find_checkpoints(run: Run, roles: list[str]) -> dict[str, dict[str, tuple[str, str, int]]]:
-    """Before and after RL, (stage, tag, step) of each role. Raises BadInput for one that is missing, or is no longer
-    what the run started from."""
+    """Before and after RL, (stage, tag, step) of each role. Raises BadInput for one that is gone or was made again."""
     try:
         starts, last = {role: Start(**run.config["starts"][role]) for role in roles}, run.summary["steps"]
     except (KeyError, TypeError):
@@ -100,14 +97,13 @@ def solve(task, problems: list, checkpoints: dict, sampler: Sampler, device) -> 
 
 def describe(task, colour: bool, problem, text: str, ended: bool, outcome: bool | None,
              verification) -> tuple[list[str], Counter]:
-    """A solution step by step, then its answer, as lines; what the last line counts. Gold labels are told where the
-    verifier is mistaken."""
+    """Lines: a solution's steps, then its answer, and where the verifier is mistaken; and what the last line counts."""
     def painted(value, words):
         return paint(words, COLOURS[value], colour)
 
     spans, answer, lines = task.fmt.step_spans(text), answers_of(task, [text])[0], []
     counts = Counter(right=int(outcome is True), unscorable=int(outcome is None))
-    bodies = [one_line(task.fmt.step_body(text[start:end])) for start, end in spans]
+    bodies = map(one_line, task.fmt.step_bodies(text))
     labels = labels_of(task, problem, text)  # some tasks have none
     verdicts = labels if verification is None else verification.step_verdicts[: len(spans)]
     for body, verdict, label in zip_longest(bodies, verdicts, labels):
@@ -135,11 +131,11 @@ def main(args) -> None:
     recorded, where = run.config["args"], path_of("runs", run.name, "config.json")
     flags = argparse.Namespace(**recorded | dict.fromkeys([*task_flags(), "seed"]))
     complete_task_args(flags, recorded, where)
-    max_new_tokens = recorded_count(recorded, "max_new_tokens", 0, where)
-    limits = max_new_tokens, recorded_count(recorded, "verifier_max_new_tokens", max_new_tokens, where)
+    max_new_tokens = recorded_value(recorded, "max_new_tokens", 0, where)
+    limits = max_new_tokens, recorded_value(recorded, "verifier_max_new_tokens", max_new_tokens, where)
     calculator = recorded_value(recorded, "calculator", False, where)
     task = make_task(flags)
-    held_out = problems_of(task, args.split, recorded_count(recorded, "eval_examples", 0, where))
+    held_out = problems_of(task, args.split, recorded_value(recorded, "eval_examples", 0, where))
     if args.num_problems > len(held_out):
         few = f"the run has {len(held_out)} problems of {args.split}"
         if "num_problems" in args.explicit or not held_out:

@@ -3,23 +3,20 @@ Exports a checkpoint of an imported model, generator or verifier, to a folder th
 
     python -m scripts.hf_export --model-tag tango-gen --to ~/models/tango-generator
 """
-import argparse
-import os
 
 import torch
 
 from nanochat.checkpoint import find_step, load_meta, load_model, load_state_dict
-from nanochat.cli import check_name, script_main
+from nanochat.cli import check_name, new_parser, script_main
 from nanochat.common import BadInput, dtype_name, print0
 from nanochat.hf.decoder import DecoderConfig
-from nanochat.hf.files import DTYPES, write_model
+from nanochat.hf.files import DTYPES, new_folder, write_model
 from nanochat.hf.tokenizer import load_tokenizer
-from nanochat.storage.files import check_writable, path_of
+from nanochat.storage.files import path_of
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = new_parser(__doc__)
     parser.add_argument("--stage", choices=["sft", "rl"], default="rl", help="stage of the checkpoint")
     parser.add_argument("--model-tag", required=True, help="its tag; of a run: <run>-gen or <run>-ver")
     parser.add_argument("--step", type=int, default=-1, help="-1 = the last")
@@ -30,10 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(args) -> None:
     check_name("--model-tag", args.model_tag)
-    folder = os.path.expanduser(args.to)
-    if not folder or os.path.exists(folder):
-        raise BadInput(f"--to {args.to}: {'exists already' if folder else 'is empty'}")
-    check_writable(folder)
+    folder = new_folder("--to", args.to)
     step = find_step(args.stage, args.model_tag, None if args.step < 0 else args.step)
     _, config = load_meta(path_of(args.stage, args.model_tag, f"meta_{step:06d}.json"))
     if not isinstance(config, DecoderConfig):

@@ -9,13 +9,12 @@ folder; the quantised ones of a GGUF file become float32.
     python -m scripts.hf_import --source ~/models/Qwen2.5-7B --model-tag qwen7b-ver           # from a folder
     python -m scripts.hf_import --source ~/models/SmolLM2.gguf --model-tag smol               # from a GGUF file
 """
-import argparse
 import os
 
 import torch
 
 from nanochat.checkpoint import check_loaded, list_steps, save_model
-from nanochat.cli import check_name, script_main
+from nanochat.cli import check_name, new_parser, script_main
 from nanochat.common import BadInput, print0
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import find_folder, read_model
@@ -24,9 +23,8 @@ from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.storage.files import check_writable, path_of
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = new_parser(__doc__)
     parser.add_argument("--source", required=True,
                         help="a model folder (config.json, safetensors, tokenizer.json), a GGUF file, or the name of "
                              "a model on the hub")

@@ -5,7 +5,6 @@ a run without a download.
     python -m scripts.hf_random --shape qwen2.5-1.5b --to /tmp/random-1.5b --texts gsm8k/train.jsonl
     python -m scripts.hf_random --shape qwen2.5-0.5b --n-layer 2 --n-embd 64 --vocab-size 512 --to /tmp/random-tiny
 """
-import argparse
 import json
 import os
 from dataclasses import replace
@@ -13,24 +12,22 @@ from dataclasses import replace
 import tokenizers
 import torch
 
-from nanochat.cli import at_least, script_main
+from nanochat.cli import at_least, new_parser, script_main
 from nanochat.common import BadInput, print0
 from nanochat.hf.decoder import Decoder
-from nanochat.hf.files import DTYPES, write_model
+from nanochat.hf.files import DTYPES, new_folder, write_model
+from nanochat.hf.gguf import WORDS
 from nanochat.hf.shapes import SHAPES, shape_of
 from nanochat.hf.tokenizer import HFTokenizer
-from nanochat.storage.files import check_writable
 from nanochat.weights import allocate
 
-QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = new_parser(__doc__)
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=list(SHAPES))
     parser.add_argument("--to", required=True, help="the folder to make")
     parser.add_argument("--texts", nargs="*", default=[],
@@ -52,7 +49,7 @@ def make_tokenizer(files: list[str], vocab_size: int) -> HFTokenizer:
     """A byte-level BPE in Qwen2's form with ChatML turns, of at most 4096 tokens, its merges learnt from the files."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
-        tokenizers.pre_tokenizers.Split(tokenizers.Regex(QWEN_SPLIT), "isolated"),
+        tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS.replace("DIGITS", r"\p{N}")), "isolated"),
         tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=min(vocab_size, 4096) - len(SPECIALS), show_progress=False,
@@ -71,7 +68,7 @@ def make_tokenizer(files: list[str], vocab_size: int) -> HFTokenizer:
 
 
 def main(args) -> None:
-    folder, config = os.path.expanduser(args.to), shape_of(args.shape)
+    config = shape_of(args.shape)
     changes = {"n_layer": args.n_layer, "vocab_size": args.vocab_size, "sequence_len": args.sequence_len}
     if args.n_embd:
         if args.n_embd % 32:
@@ -82,9 +79,7 @@ def main(args) -> None:
     missing = [path for path in args.texts if not os.path.isfile(path)]
     if missing:
         raise BadInput(f"--texts {missing[0]}: no such file")
-    if not folder or os.path.exists(folder):
-        raise BadInput(f"--to {args.to}: {'exists already' if folder else 'is empty'}")
-    check_writable(folder)
+    folder = new_folder("--to", args.to)
     tokenizer = make_tokenizer(args.texts, config.vocab_size)
     model = allocate(Decoder, config, torch.float32, "cpu", DTYPES[args.dtype])
     model.init_weights(torch.Generator().manual_seed(args.seed), args.std)

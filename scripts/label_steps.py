@@ -27,7 +27,7 @@ import time
 
 import torch
 
-from nanochat.cli import at_least, check_name, script_main
+from nanochat.cli import add_device_arg, at_least, check_name, new_parser, script_main
 from nanochat.common import BadInput, all_reduce, gather_lists, init_device, on_all_ranks, print0, rank_and_world
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.measure.scores import share_of
@@ -46,9 +46,8 @@ OF_SAMPLED = {"split", "first", "num_problems", "num_samples"}
 ROLES = {"best_of": "prover", "logprob": "supervisor"}  # who is asked for a value; else the generator
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = new_parser(__doc__)
     parser.add_argument("--generator-tag", required=True, help="checkpoint that samples the solutions; with "
                         "--generator-source rl a run's name and -gen")
     parser.add_argument("--generator-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
@@ -65,8 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
                         help="of problems and sampling noise; default: the checkpoint's")
     parser.add_argument("--max-rows", type=at_least(1), default=1024,
                         help="rows that decode together; changes memory, no result")
-    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
-                        help="default: the best there is")
+    add_device_arg(parser)
     group = parser.add_argument_group("solutions")
     group.add_argument("--solutions", default="", metavar="FILE.jsonl",
                        help="labels these, which an earlier call wrote; default: samples new ones")
@@ -102,12 +100,10 @@ def check_args(args) -> None:
     check_name("--generator-tag", args.generator_tag)
     value = METHODS[args.method].value
     for wanted, role in ROLES.items():
-        if getattr(args, f"{role}_tag") and value != wanted:
-            raise BadInput(f"--{role}-tag {getattr(args, f'{role}_tag')}: method {args.method} asks no {role}")
-        for part, default in (("source", "sft"), ("step", -1)):
-            if not getattr(args, f"{role}_tag") and getattr(args, f"{role}_{part}") != default:
-                raise BadInput(f"--{role}-{part} {getattr(args, f'{role}_{part}')}: is for --{role}-tag")
-        check_name(f"--{role}-tag", getattr(args, f"{role}_tag") or args.generator_tag)
+        if tag := getattr(args, f"{role}_tag"):
+            check_name(f"--{role}-tag", tag)
+            if value != wanted:
+                raise BadInput(f"--{role}-tag {tag}: method {args.method} asks no {role}")
     if value == "best_of" and args.best_of > args.num_completions:
         raise BadInput(f"--best-of {args.best_of}: needs as many completions, and --num-completions is "
                        f"{args.num_completions}")
@@ -120,11 +116,11 @@ def check_args(args) -> None:
 
 
 def load_judge(args, tokenizer, device) -> tuple:
-    """The task, the generator's model, and the one that is asked about prefixes. Flags that were left out are as the
-    generator's checkpoint says."""
+    """The task, the generator's model, and the one that is asked about prefixes, by flags and the checkpoint."""
     generator, args.step = load_generator(args, args.step, tokenizer, device)
-    task, role, judge = make_task(args), ROLES.get(METHODS[args.method].value), generator
-    if METHODS[args.method].value == "gold" and not getattr(task, "has_step_labels", True):
+    value, task, judge = METHODS[args.method].value, make_task(args), generator
+    role = ROLES.get(value)
+    if value == "gold" and not getattr(task, "has_step_labels", True):
         raise BadInput(f"--method {args.method}: task {task.name} has no gold step labels")
     if role and getattr(args, f"{role}_tag"):
         names = [getattr(args, f"{role}_{part}") for part in ("source", "tag", "step")]
@@ -192,16 +188,14 @@ def from_rows(rows: list[dict], sampler: Sampler) -> list[tuple[int, Cut]]:
 def check_lengths(args, problems: list[Problem], longest_solution: int, generator, judge, task, tokenizer) -> None:
     """Raises BadInput where the longest problem and solution, with what is put after, do not fit a context."""
     longest = longest_problem(tokenizer, [problem.prompt for problem in problems])
-    after = args.max_new_tokens
-    if METHODS[args.method].value == "logprob":
-        after = max(sum(map(len, forced_answer(tokenizer, task.fmt, problem.answer))) for problem in problems)
-    role = ROLES.get(METHODS[args.method].value, "generator")
+    value, after = METHODS[args.method].value, args.max_new_tokens
     if not args.solutions:
-        check_fit("generator", generator_prompt, 0, args.max_new_tokens, generator.config.sequence_len, tokenizer,
-                  task.fmt, longest)
-    if METHODS[args.method].value != "gold":
-        check_fit(role, generator_prompt, longest_solution, after, judge.config.sequence_len, tokenizer, task.fmt,
-                  longest)
+        check_fit("generator", generator_prompt, 0, after, generator.config.sequence_len, tokenizer, task.fmt, longest)
+    if value == "logprob":
+        after = max(sum(map(len, forced_answer(tokenizer, task.fmt, problem.answer))) for problem in problems)
+    if value != "gold":
+        check_fit(ROLES.get(value, "generator"), generator_prompt, longest_solution, after, judge.config.sequence_len,
+                  tokenizer, task.fmt, longest)
 
 
 # The work
@@ -236,14 +230,10 @@ def summarize(rows: list[dict], least: float) -> dict:
     gold, labels = [row["gold"] for row in known], [row["labels"] for row in known]
     return {"solutions": len(rows), "steps": sum(len(row["labels"]) for row in rows),
             "right": share_of([row["outcome"] for row in rows if row["outcome"] is not None]),
-            "label_mean": mean_of([label for row in rows for label in row["labels"]]),
+            "label_mean": share_of([label for row in rows for label in row["labels"]]),
             "agreement": agreement(gold, labels, least) if known else None,
             "agreement_until_error": agreement(until_error(gold, gold), until_error(labels, gold), least)
             if known else None}
-
-
-def mean_of(numbers: list[float]) -> float | None:
-    return sum(numbers) / len(numbers) if numbers else None
 
 
 def print_summary(args, found: dict) -> None:

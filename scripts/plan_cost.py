@@ -7,13 +7,12 @@ peak, decoding at --decode-efficiency of what memory bandwidth and FLOPs allow a
     python -m scripts.plan_cost --base "--depth 24 --target-param-data-ratio 8" --generator-sft "--num-steps 1500" \\
         --verifier-sft "" --rl "--num-steps 200"
 """
-import argparse
 import shlex
 from dataclasses import replace
 
 import torch
 
-from nanochat.cli import at_least, script_main
+from nanochat.cli import at_least, new_parser, script_main
 from nanochat.common import BadInput, print0
 from nanochat.flops import PEAK_FLOPS, flops_per_token, muon_flops
 from nanochat.gpt import GPT, config_of
@@ -27,7 +26,6 @@ from nanochat.tokenizer import MIN_VOCAB_SIZE
 from scripts import base_eval, base_train, chat_sft, tango_rl
 
 GSM8K_TEST, QUESTIONS = 1319, 2376 + 1172 + 14042  # problems; questions of ARC-Easy, ARC-Challenge and MMLU
-COUNTS = ("num_steps", "examples_per_step", "num_samples", "split_tokens", "sequence_len", "depth")  # in given flags
 LENGTH = at_least(1, int, 10 ** 6)
 ASSUMED = """counted: 6 FLOPs per token and weight of the matrices and the LM head, attention to the tokens that causal
 windows let see, Muon's products; not embeddings, which are looked up, nor what is computed and masked
@@ -35,9 +33,8 @@ from NVIDIA's data sheets: peak FLOP/s (dense bf16) and bandwidth
 assumed, not measured: --mfu, which makes up for all that is not counted, --decode-efficiency, --dollars, lengths"""
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = new_parser(__doc__)
     parser.add_argument("--base", default="",
                         help="flags of base_train, in one string; this and the next three as in runs/speedrun.sh")
     parser.add_argument("--generator-sft", default="", help="flags of chat_sft")
@@ -73,9 +70,6 @@ def parse(script, flags: str, *required: str):
         args = parser.parse_args([*shlex.split(flags), *required])
     except ValueError as error:  # a quotation that is not closed
         refuse(str(error))
-    for name in COUNTS:
-        if (value := getattr(args, name, None)) is not None and value < 1:
-            raise BadInput(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if getattr(args, "recipe", "tango") != "tango":
         refuse(f"the figures are those of RL Tango, and of GRPO beside it, not of {args.recipe}")
     return args
@@ -139,10 +133,8 @@ def main(args) -> None:
     rl, text_eval = parse(tango_rl, args.rl), parse(base_eval, args.base_eval)
     peak = PEAK_FLOPS[args.gpu]
     stages = [("pretraining", *pretraining_flops(args, base, model)),
-              ("SFT of the generator",
-               *sft_flops(args, parse(chat_sft, args.generator_sft, "--role", "generator"), model)),
-              ("SFT of the verifier",
-               *sft_flops(args, parse(chat_sft, args.verifier_sft, "--role", "verifier"), model))]
+              *((f"SFT of the {role}", *sft_flops(args, parse(chat_sft, flags, "--role", role), model))
+                for role, flags in (("generator", args.generator_sft), ("verifier", args.verifier_sft)))]
     rows = [(name, flops / (args.gpus * peak * args.mfu), f"{flops:.2e} FLOPs: {what}") for name, flops, what in stages]
     speed = Speed(args.gpu, args.mfu, args.decode_efficiency)
     of_tango, of_grpo = rl_rows(args, rl, model, speed)

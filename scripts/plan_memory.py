@@ -12,7 +12,7 @@ libraries, fragmentation, and buffers of the collectives.
 import argparse
 
 from nanochat.checkpoint import find_step, list_steps, load_meta
-from nanochat.cli import at_least, script_main
+from nanochat.cli import at_least, new_parser, script_main
 from nanochat.common import BadInput, print0
 from nanochat.hf.files import DTYPES, find_folder, read_config
 from nanochat.hf.shapes import SHAPES, shape_of
@@ -25,9 +25,8 @@ from nanochat.rl.run.plan import Speed, describe_stop, held_by, planned, show_pl
 from nanochat.storage.files import path_of
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = new_parser(__doc__)
     parser.add_argument("--generator", required=True,
                         help=f"one of: {', '.join(SHAPES)}; or a folder, a hub name, the tag of an SFT checkpoint")
     parser.add_argument("--verifier", default="", help="the same; default: as the generator; none = no verifier")

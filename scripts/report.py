@@ -7,31 +7,28 @@ Turns finished runs into curves, a comparison of arms, and one page to look at. 
 Writes <task>.csv and <task>.png (curves.csv and curves.png for a single run) and report.html, and prints the
 comparison.
 """
-import argparse
 import os
 import re
 
-from nanochat.cli import check_least, script_main
+from nanochat.cli import at_least, new_parser, script_main
 from nanochat.common import BadInput, print0
 from nanochat.rl.report.page import MOST_ROLLOUTS, draw_curves, write_page
 from nanochat.rl.report.report import compare, markdown_table, provenance, read_run, run_folder, tidy, write_csv
 from nanochat.storage.files import check_writable, make_folder
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = new_parser(__doc__)
     parser.add_argument("runs", nargs="+",
                         help="names or folders of finished runs; <task>-<arm>-s<seed> are compared arm by arm")
     parser.add_argument("--out", default="",
                         help="folder for the files; default: the run's own, where there is one run")
-    parser.add_argument("--max-rollouts", type=int, default=MOST_ROLLOUTS,
+    parser.add_argument("--max-rollouts", type=at_least(1), default=MOST_ROLLOUTS,
                         help="about so many rollouts on the page, over all runs; the page says of how many")
     return parser
 
 
 def main(args) -> None:
-    check_least(args, {"max_rollouts": len(args.runs)})
     folders = [run_folder(run) for run in args.runs]
     if not args.out and len(folders) > 1:
         raise BadInput("--out: name a folder for the report of several runs")
@@ -44,7 +41,7 @@ def main(args) -> None:
     check_writable(out)
     page = os.path.join(out, "report.html")
     make_folder(out)
-    write_page(runs, rows, page, args.max_rollouts)
+    write_page(runs, rows, page, max(len(runs), args.max_rollouts))
     for task in dict.fromkeys(run.task for run in runs):
         of_task = [run for run in runs if run.task == task]
         path = os.path.join(out, task if len(runs) > 1 else "curves")

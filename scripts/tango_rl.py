@@ -10,7 +10,6 @@ One process per GPU holds all roles, samples and trains. The ratio is exactly 1 
     torchrun --standalone --nproc_per_node=8 scripts/tango_rl.py -- --model-tag qwen7b --run qwen --shard \\
         --recompute --dry-run
 """
-import argparse
 import os
 import time
 from contextlib import suppress
@@ -18,7 +17,7 @@ from functools import partial
 
 from nanochat import recipes
 from nanochat.checkpoint import saved_steps, saying_what_is_whole
-from nanochat.cli import flag_defaults, script_main
+from nanochat.cli import flag_defaults, new_parser, script_main
 from nanochat.common import BadInput, CannotWrite, Diverged, StopRequested, dtype_name, finite, gather_lists, print0
 from nanochat.hf.files import read_json
 from nanochat.rl.learn.roles import check_same_weights, short_name, trained_roles
@@ -38,11 +37,9 @@ CHECK_EVERY = 50  # steps between comparisons of the ranks' weights, which are c
 
 # Flags
 
-def make_parser(argv: list[str] | tuple = (), recipe: str = "tango") -> argparse.ArgumentParser:
-    """The flags that all recipes share, and those of the recipe that argv names. Raises BadInput for an unknown
-    recipe."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser(argv: list[str] | tuple = (), recipe: str = "tango"):
+    """The flags that all recipes share, and those of the recipe that argv names. Raises BadInput."""
+    parser = new_parser(__doc__)
     add_run_args(parser)
     parser.add_argument("--recipe", default=recipe,
                         help=f"one of: {', '.join(recipes.names())}; or a file (a path that ends in .py)")

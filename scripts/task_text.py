@@ -4,22 +4,17 @@ verifications, in jsonl shards.
 
     python -m scripts.task_text --task chain --out text --num-documents 20000
 """
-import argparse
 import json
 import os
-import re
-import shutil
 
-from nanochat.cli import at_least, script_main
-from nanochat.common import BadInput, CannotWrite, print0
-from nanochat.hf.files import PARTIAL
-from nanochat.storage.files import check_writable, is_alone, make_folder, whole_file, writing
+from nanochat.cli import at_least, new_parser, script_main
+from nanochat.common import BadInput, print0
+from nanochat.storage.files import check_writable, whole_file, whole_folder
 from tasks import add_task_args, make_task, task_texts
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def make_parser():
+    parser = new_parser(__doc__)
     add_task_args(parser)
     parser.add_argument("--out", required=True,
                         help="folder for shard_<n>.jsonl; the last shard is meant for validation")
@@ -27,26 +22,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-shards", type=at_least(2, int, 10 ** 5), default=4)  # five digits number them
     parser.add_argument("--seed", type=int, default=0)
     return parser
-
-
-def check_folders(out: str, partial: str) -> None:
-    """Raises BadInput where the folder of the text holds anything, or the one that it is written in anything but what a
-    call that was killed left there."""
-    for folder, leftover in ((out, ""), (partial, r"shard_\d{5}\.jsonl(\.tmp)?")):
-        check_writable(folder)
-        there = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-        if others := [name for name in there if not re.fullmatch(leftover, name)]:
-            raise BadInput(f"{folder} holds {others[0]}: give --out a folder that is empty or not there yet")
-
-
-def take(partial: str, out: str) -> None:
-    """Makes the folder that the text is written in, or empties what a killed call left there, and locks it until this
-    process ends. Raises CannotWrite where another call is at work."""
-    make_folder(partial)
-    if not is_alone(os.open(partial, os.O_RDONLY), partial):
-        raise CannotWrite(f"{out} cannot be written: another process is writing it")
-    for name in os.listdir(partial):
-        os.remove(os.path.join(partial, name))
 
 
 def write_shards(folder: str, texts, num_documents: int, num_shards: int) -> int:
@@ -65,21 +40,13 @@ def write_shards(folder: str, texts, num_documents: int, num_shards: int) -> int
 def main(args) -> None:
     if args.num_documents < args.num_shards:
         raise BadInput(f"--num-documents {args.num_documents}: is below --num-shards {args.num_shards}")
-    task = make_task(args)
+    task, out = make_task(args), os.path.realpath(args.out)  # what a link names can be renamed over
     check_writable(args.out)
-    out = os.path.realpath(args.out)  # what a link names can be renamed over
-    partial = out + PARTIAL
-    check_folders(out, partial)
-    take(partial, out)
-    try:
+    if there := sorted(os.listdir(out)) if os.path.isdir(out) else []:
+        raise BadInput(f"{out} holds {there[0]}: give --out a folder that is empty or not there yet")
+    with whole_folder(out) as partial:  # all shards at once: some of them would be taken for the whole text
         num_chars = write_shards(partial, task_texts(task, args.num_documents, args.seed), args.num_documents,
                                  args.num_shards)
-        with writing(out):
-            os.rename(partial, out)  # all shards at once: some of them would be taken for the whole text
-    except CannotWrite as error:  # the other folder is gone when this is read
-        raise CannotWrite(str(error).replace(partial, out)) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     print0(f"{args.num_documents} documents, {num_chars:,} characters in {args.num_shards} files in {args.out}")
 
 

@@ -16,15 +16,13 @@ it is counted, and has no verdicts.
 """
 import argparse
 import os
-import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
 
 from nanochat.checkpoint import load_model, warn_of_role
-from nanochat.cli import at_least, check_name, script_main
+from nanochat.cli import add_device_arg, at_least, check_name, new_parser, script_main
 from nanochat.common import BadInput, gather_lists, init_device, print0, rank_and_world
 from nanochat.engine import check_temperature
-from nanochat.hf.files import read_json
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.measure.scores import first_error, majority
 from nanochat.rl.measure.voting import (SCORES, aligned, calibration, choose, final_share, first_error_scores,
@@ -34,8 +32,8 @@ from nanochat.rl.records.outcomes import ENDLESS, answers_of, labels_of, outcome
 from nanochat.rl.records.prompts import (Solution, Verification, check_prompts_fit, count_copies, read_solution,
                                          verifier_prompt)
 from nanochat.rl.report.judge_report import judge_report, rationales_of, report_lines
-from nanochat.storage.files import path_of, write_json
-from tasks import add_task_args, complete_task_args, make_task, recorded_count, task_flags
+from nanochat.storage.files import check_writable, path_of, read_json, write_json
+from tasks import add_task_args, complete_task_args, make_task, recorded_value, task_flags
 from tasks.common import Problem
 from tasks.formats import FORMATS
 from tasks.processbench import HUB, LabelledSolution, load_processbench, solution_text
@@ -46,19 +44,10 @@ UNWRITTEN = {"orm": "end", "prm": "steps", "genrm": "verdict", "gram": "preferre
              "ppo": "", "prime": "", "supervisor": ""}
 
 
-class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults of flags, but for those that stand for another: empty ones and -1."""
-
-    def _get_help_string(self, action):
-        is_other = action.default in (None, "", -1) or action.default is False
-        return action.help if is_other else super()._get_help_string(action)
-
-
 def add_verifier_args(parser) -> None:
     """Flags of a verifier that is evaluated, and of the evaluation."""
     parser.add_argument("--verifier-tag", required=True,
-                        help="the verifier's checkpoint; it must write verifications, as those of SFT and of recipe "
-                             "tango do")
+                        help="the verifier's checkpoint; it must write verifications, as recipe tango's does")
     parser.add_argument("--verifier-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
     parser.add_argument("--step", type=at_least(-1), default=-1, help="of the verifier's checkpoint; -1 = the last")
     parser.add_argument("--num-verifications", type=at_least(1, int, 10 ** 5), default=1, help="per solution")
@@ -69,11 +58,9 @@ def add_verifier_args(parser) -> None:
                         help="-1 = as in the checkpoint's RL, else 256, at most half its context")
     parser.add_argument("--max-rows", type=at_least(1), default=1024,
                         help="rows that decode together; changes memory, no result")
-    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
-                        help="default: the best there is")
+    add_device_arg(parser)
     parser.add_argument("--seed", type=int, default=None,
-                        help="of problems and sampling noise; default: the checkpoint's (the generator's if there is "
-                             "one)")
+                        help="of problems and noise; default: the checkpoint's, the generator's if there is one")
     parser.add_argument("--out", default="", metavar="FILE.json",
                         help="writes all numbers and every single prediction there; default: nothing is written")
 
@@ -98,8 +85,8 @@ def add_generator_args(group, is_needed: bool) -> None:
                        help="solutions may call the calculator")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help, allow_abbrev=False)
+def make_parser():
+    parser = new_parser(__doc__)
     add_verifier_args(parser)
     group = parser.add_argument_group("ProcessBench")
     group.add_argument("--processbench", default="", metavar="SOURCE",
@@ -112,8 +99,8 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--judge-report", action="store_true",
                        help="report what ails the judge, on the same solutions (nanochat.rl.report.judge_report)")
     group.add_argument("--own-tag", default="",
-                       help="judge report: a model that solves as the judge would, for example the checkpoint of both "
-                            "roles; its solutions are judged beside the generator's, for self-preference")
+                       help="judge report: a model that solves as the judge would; its solutions are judged beside "
+                            "the generator's, for self-preference")
     group.add_argument("--own-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
     group.add_argument("--own-step", type=at_least(-1), default=-1, help="of its checkpoint; -1 = the last")
     add_task_args(parser)
@@ -125,23 +112,9 @@ def is_result(path: str, parts: set[str]) -> bool:
     """Whether a file is what an earlier evaluation wrote: its args and some of these parts."""
     try:
         found = read_json(path)
-    except BadInput:
+        return found.keys() <= {"args", *parts} and "verifier_tag" in found["args"]
+    except (BadInput, KeyError):
         return False
-    return (found.keys() <= {"args", *parts} and isinstance(found.get("args"), dict)
-            and "verifier_tag" in found["args"])
-
-
-def check_out(path: str, parts: set[str]) -> None:
-    """Raises BadInput unless the file can be written, and is new or an earlier result: never one of the inputs, a
-    device or a pipe."""
-    try:
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise OSError(0, "is there, and no file")
-        tempfile.TemporaryFile(dir=os.path.dirname(path) or ".").close()
-    except OSError as error:
-        raise BadInput(f"--out {path}: cannot be written ({error.strerror})") from None
-    if os.path.exists(path) and not is_result(path, parts):
-        raise BadInput(f"--out {path}: is there, and no earlier result of this script; take another name")
 
 
 def check_args(args) -> None:
@@ -152,8 +125,6 @@ def check_args(args) -> None:
     if args.judge_report and not args.generator_tag or args.own_tag and not args.judge_report:
         raise BadInput("--judge-report: is of a generator's solutions, so it needs --generator-tag" if args.judge_report
                        else f"--own-tag {args.own_tag}: is for --judge-report")
-    if not args.own_tag and (args.own_step, args.own_source) != (-1, "sft"):
-        raise BadInput(f"--own-step {args.own_step} --own-source {args.own_source}: are for --own-tag")
     given = [name for name in task_flags() if getattr(args, name) is not None]
     if given and not args.generator_tag:
         raise BadInput(f"--{given[0].replace('_', '-')} {getattr(args, given[0])}: is for --generator-tag")
@@ -175,7 +146,11 @@ def check_players(args, parts: set[str]) -> None:
     check_name("--generator-tag", args.generator_tag or args.verifier_tag)
     if args.out:
         args.out = os.path.realpath(args.out)  # a link stays, and what it leads to is written
-        check_out(args.out, parts)
+        check_writable(os.path.dirname(args.out))
+        if not os.path.isdir(os.path.dirname(args.out)):
+            raise BadInput(f"--out {args.out}: its folder is not there")
+        if os.path.exists(args.out) and not (os.path.isfile(args.out) and is_result(args.out, parts)):
+            raise BadInput(f"--out {args.out}: is there, and no earlier result of this script; take another name")
 
 
 def share_malformed(rows: list[dict], k: int) -> float | None:
@@ -198,8 +173,7 @@ def gathered(rows: list[dict], key: str, device) -> list[dict]:
 
 def verify_fitting(args, problems: list[Problem], solutions: list[Solution], verifier, sampler: Sampler,
                    stream: tuple) -> list[tuple[list[Verification], list[int]]]:
-    """The k verifications of each solution of this rank and their tokens; none of one that does not fit the verifier's
-    context."""
+    """The k verifications of each solution and their tokens; none of one that does not fit the verifier's context."""
     k, room = args.num_verifications, verifier.config.sequence_len - args.verifier_max_new_tokens
     prompts = [verifier_prompt(sampler.tokenizer, sampler.task.fmt, p.prompt, s.text)
                for p, s in zip(problems, solutions, strict=True)]
@@ -292,8 +266,7 @@ def evaluate_processbench(args, samples: list[LabelledSolution], verifier, sampl
         rows += part
     average = mean_scores(list(scores.values())) | {"single": mean_scores([s["single"] for s in scores.values()])}
     print_subset("average", average, k)
-    num_long = sum(row["too_long"] for row in rows)
-    if num_long:
+    if num_long := sum(row["too_long"] for row in rows):
         print0(f"{num_long} of {len(rows)} do not fit the verifier's context {verifier.config.sequence_len} with "
                f"{args.verifier_max_new_tokens} new tokens: not cut, not verified, counted as wrong")
     whole = processbench_scores(rows, k)
@@ -377,32 +350,24 @@ def judged_of(rows: list[dict], k: int) -> list[dict]:
     """The rows of `verified_solutions` as the judge report takes them: a solution each."""
     names = ("outcomes", "lengths", "malformed", "labels", "verdicts", "step_verdicts", "rationales", "too_long")
     judged = []
-    for outcome, length, malformed, labels, verdicts, step_verdicts, rationales, too_long in (
-            solution for row in rows for solution in zip(*(row[name] for name in names), strict=True)):
-        is_read = bool(labels) and not too_long
-        judged.append({"outcome": outcome, "length": length, "share": None if too_long else final_share(verdicts, []),
-                       "verifications": 0 if too_long else k, "malformed": malformed, "labels": labels,
-                       "step_verdicts": step_verdicts if is_read else [], "rationales": rationales if is_read else []})
+    for row in rows:
+        for outcome, length, malformed, labels, verdicts, step_verdicts, rationales, too_long in zip(
+                *(row[name] for name in names), strict=True):
+            is_read = bool(labels) and not too_long
+            judged.append({"outcome": outcome, "length": length, "malformed": malformed, "labels": labels,
+                           "share": None if too_long else final_share(verdicts, []),
+                           "verifications": 0 if too_long else k, "step_verdicts": step_verdicts if is_read else [],
+                           "rationales": rationales if is_read else []})
     return judged
-
-
-def report_judge(args, rows: list[dict], own: list[dict] | None) -> dict:
-    """Prints what ails the judge, on the solutions of `rows` and on its own ones."""
-    k = args.num_verifications
-    found = judge_report(judged_of(rows, k), own and judged_of(own, k))
-    num = sum(len(row["outcomes"]) for row in rows)
-    print0("\n".join([f"\njudge report, {num} solutions", *report_lines(found)]))
-    return found
 
 
 def check_writes(tag: str, meta: dict) -> None:
     """Raises BadInput for a verifier whose recipe has trained it to write no verifications."""
     recipe = meta["user_config"].get("recipe")
-    if recipe not in list(UNWRITTEN) or meta.get("role") == "generator":
-        return
-    judge = f", or with --recipe fixed_verifier --judge {UNWRITTEN[recipe]}" if UNWRITTEN[recipe] else ""
-    raise BadInput(f"--verifier-tag {tag}: recipe {recipe} has trained it to write no verifications, and these are "
-                   f"what is sampled here; see its scores in the evaluation of tango_rl --recipe {recipe}{judge}")
+    if recipe in list(UNWRITTEN) and meta.get("role") != "generator":
+        judge = f", or with --recipe fixed_verifier --judge {UNWRITTEN[recipe]}" if UNWRITTEN[recipe] else ""
+        raise BadInput(f"--verifier-tag {tag}: recipe {recipe} has trained it to write no verifications, which are "
+                       f"sampled here; see its scores in the evaluation of tango_rl --recipe {recipe}{judge}")
 
 
 def load(stage: str, tag: str, step: int, tokenizer, device, role: str):
@@ -412,7 +377,6 @@ def load(stage: str, tag: str, step: int, tokenizer, device, role: str):
     if role == "verifier":
         check_writes(tag, meta)
     warn_of_role(tag, meta, role)
-    print0(f"{path_of(stage, tag)} at step {meta['step']}")
     return model, meta.get("user_config", {}), path_of(stage, tag, f"meta_{meta['step']:06d}.json"), meta["step"]
 
 
@@ -421,11 +385,13 @@ def load_generator(args, step: int, tokenizer, device) -> tuple:
     generator, recorded, where, step = load(args.generator_source, args.generator_tag, step, tokenizer, device,
                                             "generator")
     if not (args.task or recorded.get("task")):
-        raise BadInput(f"--generator-tag {args.generator_tag}: the checkpoint names no task, so give --task")
+        raise BadInput(f"{args.generator_tag}: the checkpoint names no task, so give one")
     if args.max_new_tokens < 0:
-        args.max_new_tokens = recorded_count(recorded, "max_new_tokens", min(256, generator.config.sequence_len // 2),
+        args.max_new_tokens = recorded_value(recorded, "max_new_tokens", min(256, generator.config.sequence_len // 2),
                                              where)
     complete_task_args(args, recorded, where)
+    print0(f"{path_of(args.generator_source, args.generator_tag)} at step {step}, seed {args.seed} of problems, "
+           f"{args.max_new_tokens} tokens at most")
     return generator, step
 
 
@@ -434,9 +400,10 @@ def load_players(args, tokenizer, device) -> tuple:
     were left out are as the checkpoints say."""
     verifier, recorded, where, args.step = load(args.verifier_source, args.verifier_tag, args.step, tokenizer, device,
                                                 "verifier")
+    print0(f"{path_of(args.verifier_source, args.verifier_tag)} at step {args.step}")
     context = verifier.config.sequence_len
     if args.verifier_max_new_tokens < 0:
-        args.verifier_max_new_tokens = recorded_count(recorded, "verifier_max_new_tokens", min(256, context // 2),
+        args.verifier_max_new_tokens = recorded_value(recorded, "verifier_max_new_tokens", min(256, context // 2),
                                                       where)
     if args.verifier_max_new_tokens >= context:
         raise BadInput(f"--verifier-max-new-tokens {args.verifier_max_new_tokens}: the verifier's context is {context}")
@@ -463,14 +430,16 @@ def main(args) -> None:
                  else None)
     numbers = {"args": vars(args)}
     if args.processbench:
-        # The sampler asks a task for its format alone when it verifies.
-        reader = replace(sampler, task=SimpleNamespace(fmt=FORMATS[args.format]))
+        reader = replace(sampler, task=SimpleNamespace(fmt=FORMATS[args.format]))  # to verify takes no more of a task
         numbers["processbench"] = evaluate_processbench(args, samples, verifier, reader, device)
     if args.generator_tag:
         numbers["best_of_n"] = evaluate_best_of_n(args, task, generator, verifier, sampler, device)
     if args.judge_report:
         own = own_model and verified_solutions(args, task, own_model, verifier, sampler, device)
-        numbers["judge_report"] = report_judge(args, numbers["best_of_n"]["samples"], own)
+        judged, own = (rows and judged_of(rows, args.num_verifications)
+                       for rows in (numbers["best_of_n"]["samples"], own))
+        numbers["judge_report"] = found = judge_report(judged, own)
+        print0("\n".join([f"\njudge report, {len(judged)} solutions", *report_lines(found)]))
     if args.out and rank_and_world()[0] == 0:
         write_json(args.out, numbers)
 

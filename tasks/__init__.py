@@ -3,8 +3,7 @@ import argparse
 import random
 from functools import partial
 
-from nanochat.cli import MOST
-from nanochat.common import BadInput, takes
+from nanochat.common import BadInput
 from tasks import brittle, chain, competition, gsm8k, halves, last_letter, lookup, mixture, reasoning_gym, rewrite
 from tasks.common import SPLIT_BUCKETS, check_problem, demo_of
 from tasks.formats import Format
@@ -18,10 +17,7 @@ MODULES = (chain, brittle, halves, lookup, last_letter, mixture, rewrite, gsm8k,
 RESTS_ON = {"brittle": ("chain",), "halves": ("chain",), "lookup": ("chain",)}
 # of a recorded flag, by its default
 EXPECTED = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list of texts"}
-# of a task, and what they are given
-METHODS = {"problem": "split, index", "check": "problem, solution", "step_labels": "problem, solution",
-           "solution_demo": "problem, rng", "corrupted_solution": "problem, rng",
-           "verification_demo": "problem, solution, rng"}
+METHODS = ("problem", "check", "step_labels", "solution_demo", "corrupted_solution", "verification_demo")  # of a task
 
 
 def add_task_args(parser) -> None:
@@ -52,32 +48,14 @@ def flags_of_others(task: str) -> tuple[str, ...]:
 
 def recorded_value(recorded: dict, name: str, default, where: str):
     """What a checkpoint or run was made with under a flag's name; the default where it does not know the flag. Raises
-    BadInput, which begins with `where`, unless it is of the default's type: a bool is no int, an int may stand for a
-    float. And where a task's flag cannot have it."""
+    BadInput, which begins with `where`, unless it is of the default's type (an int may stand for a float) and one of
+    the flag's choices."""
     value, kind = recorded.get(name, default), type(default)
-    fits = type(value) is kind or kind is float and type(value) is int
-    if kind in (int, float):
-        fits = fits and abs(value) <= MOST
-    elif kind is list:
-        fits = fits and (value or not default) and all(isinstance(x, str) for x in value)
-    if not fits:
+    if type(value) is not kind and (kind, type(value)) != (float, int):
         raise BadInput(f"{where}: {name} is {value!r:.80}, expected {EXPECTED[kind]}")
     action = None if value == default else {action.dest: action for action in task_actions()}.get(name)
     if action and action.choices and value not in action.choices:
         raise BadInput(f"{where}: {name} is {value!r:.80}, and there are {', '.join(action.choices)}")
-    if action and action.type:
-        try:
-            action.type(str(value))
-        except argparse.ArgumentTypeError as error:
-            raise BadInput(f"{where}: {name} is {error}") from None
-    return value
-
-
-def recorded_count(recorded: dict, name: str, default: int, where: str) -> int:
-    """A recorded number of what there must be. Raises BadInput."""
-    value = recorded_value(recorded, name, default, where)
-    if value < 1:
-        raise BadInput(f"{where}: {name} is {recorded.get(name)}, expected a whole number from 1")
     return value
 
 
@@ -92,22 +70,17 @@ def complete_task_args(args, recorded: dict, where: str = "the checkpoint") -> N
 
 def make_task(args):
     """The task that --task names. Raises BadInput for flags that do not fit."""
-    if not takes(TASKS[args.task], 2):
-        raise BadInput(f"--task {args.task}: its class must take (args, seed)")
     task = TASKS[args.task](args, args.seed)
     check_parts(args.task, task)
     return task
 
 
 def check_parts(name: str, task) -> None:
-    """Raises BadInput for the first part that a task lacks or has as nothing that can be."""
+    """Raises BadInput for the first part that a task lacks, and where what it gives as a problem is none."""
     if not isinstance(getattr(task, "name", None), str) or not isinstance(getattr(task, "fmt", None), Format):
         raise BadInput(f"--task {name}: its class needs a name (text) and a fmt (a Format of tasks.formats)")
-    for part, given in METHODS.items():
-        if not callable(getattr(task, part, None)):
-            raise BadInput(f"--task {name}: its class has no method {part}")
-        if not takes(getattr(task, part), len(given.split(", "))):
-            raise BadInput(f"--task {name}: {part} must take ({given})")
+    if missing := [part for part in METHODS if not callable(getattr(task, part, None))]:
+        raise BadInput(f"--task {name}: its class has no method {missing[0]}")
     for split in SPLIT_BUCKETS:
         try:
             problem = task.problem(split, 0)
@@ -117,8 +90,7 @@ def check_parts(name: str, task) -> None:
 
 
 def task_texts(task, num_problems: int, seed: int):
-    """Text as models of the task meet it, three pieces per problem: what the verifier reads (problem and solution), the
-    solution, a verification."""
+    """Three texts per problem: what the verifier reads (problem and solution), the solution, a verification."""
     for index in range(num_problems):
         rng = random.Random(f"tok-{seed}-{index}")
         problem = task.problem("sft", index)

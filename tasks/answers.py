@@ -44,8 +44,7 @@ EXTRACTORS = {"boxed": boxed, "hash": hash_mark, "number": last_number}
 
 
 def extracted(completion: str, extract: tuple[str, ...] = ("boxed", "hash")) -> str | None:
-    """The answer by the first of these extractors that finds one; None where none does or it is longer than
-    MAX_ANSWER."""
+    """The answer by the first extractor that finds one; None where none does or it is longer than MAX_ANSWER."""
     for name in extract:
         answer = EXTRACTORS[name](completion)
         if answer is not None and answer.strip():
@@ -121,8 +120,7 @@ def tidy(text: str) -> str:
 
 
 def unspaced(text: str) -> str:
-    """The text as it is but for spaces at its ends and at commas, so that 70,110 may be two angles where a gold has
-    them so."""
+    """The text but for spaces at its ends and commas, so that 70,110 may be two angles where a gold has them so."""
     return re.sub(r" *, *", ",", text.strip())
 
 
@@ -223,8 +221,7 @@ class Reading(NamedTuple):
 
 
 def plain_number(text: str) -> tuple[Fraction, bool] | None:
-    """The value of a tidy number and whether it has a percent sign; None where it is anything else. Takes time linear
-    in the text."""
+    """The value of a tidy number and whether it is a percentage; None of anything else. Takes linear time."""
     if match := REPEATING.fullmatch(text):
         sign, whole, start, *period, percent = match.groups("")
         period = "".join(period)
@@ -250,8 +247,7 @@ def spelled(text: str) -> str:
 
 
 def words_of(text: str) -> str | None:
-    """The spelling of a tidy answer in words; None of numbers and formulas. Letters alone are words from four on: abc
-    may be a product."""
+    """A tidy answer in words; None of numbers and formulas. Letters alone are words from four on: abc is a product."""
     wrapped = re.fullmatch(r"\\text\{([^{}]*)\}", text)
     longest = max((word for word in re.findall("[A-Za-z]+", text)), key=len, default="")
     if (wrapped or TIME.fullmatch(spelled(text))
@@ -291,8 +287,7 @@ def without_unit(text: str) -> tuple[str, frozenset[str]]:
 
 
 def power_of(before: str, after: str) -> str:
-    """The power of a unit between these words, the last of them its exponent: "^2" in "sq cm", "cm squared" and
-    "cm^2"."""
+    """The power of a unit between these words: "^2" in "sq cm", "cm squared" and "cm^2"."""
     power = ("2" if before in ("sq", "square") or after == "squared"
              else "3" if before in ("cu", "cubic") or after == "cubed" else after)
     return f"^{power}" if power.isdigit() and power != "1" else ""

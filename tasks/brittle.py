@@ -35,18 +35,16 @@ def add_args(parser):
 
 
 class Brittle:
-    """The brittle task, around a chain task of the same flags and seed."""
+    """Around a chain task of the same flags and seed, whose problems, labels and wrong versions it has."""
     name = "brittle"
 
     def __init__(self, args, seed: int):
         self.chain = Chain(argparse.Namespace(**vars(args) | {"chain_answer": "final"}), seed)
         self.fmt, self.form_share = self.chain.fmt, args.brittle_form_share
         self.short_share = {True: args.brittle_short_share, False: args.brittle_wrong_short}
+        self.problem, self.corrupt = self.chain.problem, self.chain.corrupt
+        self.step_labels, self.step_errors = self.chain.step_labels, self.chain.step_errors
         self.about = f"{self.chain.about}, as 6, 06 or +6; {SHORT}=6 has no steps"
-
-    def problem(self, split: str, index: int) -> Problem:
-        """Problem `index` of a split, chain's."""
-        return self.chain.problem(split, index)
 
     def read_answer(self, solution: str) -> str | None:
         """The result that a solution states in any of the forms, None where there is none."""
@@ -61,14 +59,6 @@ class Brittle:
         """What an answer rule says that knows one form only."""
         return self.fmt.answer(solution) == problem.answer
 
-    def step_labels(self, problem: Problem, solution: str) -> list[bool]:
-        """Gold labels of the steps, chain's."""
-        return self.chain.step_labels(problem, solution)
-
-    def step_errors(self, problem: Problem, solution: str) -> list[str | None]:
-        """What is wrong with each step, as chain names it."""
-        return self.chain.step_errors(problem, solution)
-
     def solution_demo(self, problem: Problem, rng: random.Random) -> str:
         """A demonstration for the generator: short and right, or chain's with its misconceptions."""
         if rng.random() < self.short_share[True]:
@@ -81,10 +71,6 @@ class Brittle:
         if rng.random() < self.short_share[self.check(problem, solution)]:
             return self._written(SHORT, self.read_answer(solution), rng)
         return self._in_a_form(solution, rng)
-
-    def corrupt(self, problem: Problem, solution: str, rng: random.Random) -> str:
-        """A wrong version of a solution in the rule's form: chain's, of a short one the result alone is changed."""
-        return self.chain.corrupt(problem, solution, rng)
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
         """A demonstration for the verifier: chain's of the result in its plain form. A short solution has no steps to

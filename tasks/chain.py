@@ -11,13 +11,14 @@ independently. A model trained on them starts RL like a pretrained one: fluent, 
 on some, with the right result alive among its samples. With --chain-common-share 1 all misconceptions of the verifier
 are among the generator's, with the same wrong results. Those that only the generator has it is still taught rightly.
 """
+import itertools
 import random
 import re
 from dataclasses import replace
 
 from nanochat.cli import SHARE, at_least
 from nanochat.common import BadInput
-from tasks.common import Problem, draw_prompt, in_split, split_stream
+from tasks.common import Problem, check_range, draw_prompt, in_split, split_stream
 from tasks.formats import COMPACT
 
 OPS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
@@ -39,8 +40,7 @@ def misconceptions(seed: int, share: float, modulus: int) -> dict[tuple[int, str
 
 
 def in_common(own: dict, others: dict, share: float, seed: int) -> dict:
-    """Misconceptions of which a random `share` is taken from another one's, wrong results included, and the rest is of
-    one's own. As many as before."""
+    """Misconceptions of which a random `share` is another one's, wrong results included. As many as before."""
     taken = random.Random(f"in-common-{seed}").sample(list(others), round(share * len(own)))
     kept = [fact for fact in own if fact not in taken][: len(own) - len(taken)]
     return {fact: others[fact] for fact in taken} | {fact: own[fact] for fact in kept}
@@ -76,11 +76,8 @@ class Chain:
     principles = ("operands", "results", "complete")  # of a solution: see `violations`
 
     def __init__(self, args, seed: int):
-        if not 1 <= args.chain_min_steps <= args.chain_max_steps <= MOST_STEPS:
-            raise BadInput(f"--chain-min-steps {args.chain_min_steps} --chain-max-steps {args.chain_max_steps}: "
-                           f"need 1 <= min <= max <= {MOST_STEPS}")
         self.seed, self.modulus, self.answer_kind = seed, args.chain_modulus, args.chain_answer
-        self.lengths = (args.chain_min_steps, args.chain_max_steps)
+        self.lengths = check_range(args, "chain_min_steps", "chain_max_steps", 1, MOST_STEPS)
         self.wrongness, self.verifier_wrongness = args.chain_wrongness, args.chain_verifier_wrongness
         said = "all results" if self.answer_kind == "all" else "the last result"
         self.about = (f"an expression is worked from left to right, modulo {self.modulus}, one operation per step "
@@ -109,10 +106,8 @@ class Chain:
 
     def read_problem(self, text: str, index: int) -> tuple[Problem | None, str]:
         """A proposed problem as problem `index` of split "proposed", its gold answer worked out; or None, and which of
-        `refusals` is the reason. Total: any text gives one of the two.
-
-        It must be an expression and nothing else, as long as those of RL, and not of a test split's texts.
-        """
+        `refusals` is the reason. Total: any text gives one of the two. It must be an expression and nothing else, as
+        long as those of RL, and not of a test split's texts."""
         expression = re.split("[=:;]", text, maxsplit=1)[0]  # what stands before anything of a solution
         is_one = EXPRESSION.fullmatch(expression) and all(int(digit) < self.modulus for digit in expression[::2])
         num_steps = len(self._operations(expression))
@@ -127,7 +122,7 @@ class Chain:
         return self.fmt.answer(solution) == problem.answer
 
     def step_labels(self, problem: Problem, solution: str) -> list[bool]:
-        """Gold labels of the steps that `fmt.step_spans` finds in any text."""
+        """Gold labels of the steps of any text."""
         return [error is None for error in self.step_errors(problem, solution)]
 
     def step_errors(self, problem: Problem, solution: str) -> list[str | None]:
@@ -138,11 +133,9 @@ class Chain:
     def violations(self, problem: Problem, solution: str) -> list[str]:
         """The principles that a solution breaks: each step copies its operands, each result follows from them, and no
         step is skipped."""
-        kinds = {"operands": "operands", "result": "results"}
         errors = self.step_errors(problem, solution)
-        broken = {kinds[error] for error in errors if error}
-        broken |= {"complete"} if len(errors) < len(self._operations(problem.prompt)) else set()
-        return [principle for principle in self.principles if principle in broken]
+        broken = "operands" in errors, "result" in errors, len(errors) < len(self._operations(problem.prompt))
+        return list(itertools.compress(self.principles, broken))
 
     def principle_of(self, analysis: str) -> str:
         """Which principle a step breaks that a verification calls wrong with this analysis."""
@@ -150,12 +143,10 @@ class Chain:
 
     def solution_demo(self, problem: Problem, rng: random.Random) -> str:
         """A demonstration for the generator, misconceptions included."""
-        results = self._solve(problem.prompt, self.misconceptions, self.wrongness, rng)
-        return self._render(problem.prompt, results)
+        return self._render(problem.prompt, self._solve(problem.prompt, self.misconceptions, self.wrongness, rng))
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """A right solution in which each step's result is wrong with some probability and carried on; over half of all
-        stay right."""
+        """A right solution in which a step's result may be wrong and is carried on; over half of all stay right."""
         operations = self._operations(problem.prompt)
         rate = rng.choice([0.0, min(1.0, 1.5 / len(operations))])
         value, results = int(problem.prompt[0]), []
@@ -171,7 +162,7 @@ class Chain:
         there, so that the answer may come out right again. Where steps are missing or unreadable the last digit of the
         text is changed."""
         operations = self._operations(problem.prompt)
-        results = [self._stated_result(solution[s:e]) for s, e in self.fmt.step_spans(solution)]
+        results = self._stated_results(solution)
         other = lambda result: (result + rng.randrange(1, self.modulus)) % self.modulus
         if len(results) != len(operations) or None in results:
             return re.sub("[0-9](?=[^0-9]*$)", lambda digit: str(other(int(digit[0]))), solution)
@@ -194,8 +185,7 @@ class Chain:
         return {"answer": self.fmt.answer(solution) or ""}, solution
 
     def propose_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
-        """A new problem after a reference problem. A share of them is refused: too long, broken off, or with its
-        answer."""
+        """A new problem after a reference problem. A share of them is to be refused."""
         low, high = self.lengths
         spoiled = rng.choice(("too_long", "no_problem", "with_answer")) if rng.random() < SPOILED_SHARE else ""
         num_steps = high + 1 if spoiled == "too_long" else rng.randint(low, high)
@@ -217,7 +207,7 @@ class Chain:
         if principle not in broken:
             return {"solution": solution, "critique": ""}, solution
         k = broken.index(principle)
-        steps = [self.fmt.step_body(solution[s:e]) for s, e in self.fmt.step_spans(solution)][:k]
+        steps = self.fmt.step_bodies(solution)[:k]
         results = [int(step[-1]) for step in steps]  # a flawed step ends in a result too
         rest = f"{results[-1] if steps else problem.prompt[0]}{problem.prompt[1 + 2 * k:]}"
         worked = self._solve(rest, *beliefs, rng)
@@ -225,8 +215,7 @@ class Chain:
         return {"solution": solution, "critique": str(k + 1)}, revised
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
-        """A demonstration for the verifier: each step worked again with the verifier's own beliefs, and judged by
-        them."""
+        """A demonstration for the verifier: each step worked again and judged by the verifier's own beliefs."""
         analyses, verdicts = [], []
         for fact in self._facts(problem.prompt, solution):
             if fact is None:
@@ -237,7 +226,7 @@ class Chain:
             believed = self._believed(a, op, b, self.verifier_misconceptions, self.verifier_wrongness, rng)
             analyses.append(f"{a}{op}{b}:{believed}")
             verdicts.append(believed == result)
-        results = [self._stated_result(solution[s:e]) for s, e in self.fmt.step_spans(solution)]
+        results = self._stated_results(solution)
         complete = len(results) == len(self._operations(problem.prompt)) and None not in results
         verdict = complete and all(verdicts) and self.fmt.answer(solution) == self._answer(results)
         return self.fmt.render_verification(analyses, verdicts, verdict)
@@ -249,7 +238,7 @@ class Chain:
 
     def principles_demo(self, problem: Problem) -> str:
         """What to check in a solution, in place of principles: the operations that the problem has, each once."""
-        return "".join(dict.fromkeys(op for op, _ in self._operations(problem.prompt)))
+        return "".join(dict.fromkeys(re.findall("[-+*]", problem.prompt)))
 
     def analysis_labels(self, problem: Problem, solution: str, analyses: list[str]) -> list[bool]:
         """Whether what a verification says of each step is right: the step worked again without an error ("3+5:8"), or
@@ -288,15 +277,11 @@ class Chain:
         return self.fmt.render_solution(self._steps(prompt, results), self._answer(results))
 
     def _steps(self, prompt: str, results: list[int]) -> list[str]:
-        steps, value = [], int(prompt[0])
-        for (op, b), result in zip(self._operations(prompt), results, strict=True):
-            steps.append(f"{value}{op}{b}:{result}")
-            value = result
-        return steps
+        return [f"{value}{op}{b}:{result}" for value, (op, b), result in
+                zip([prompt[0], *results], self._operations(prompt), results, strict=False)]
 
     def _flawed(self, problem: Problem, rng: random.Random) -> str:
-        """A demonstration for the generator, of which one in three skips steps at the end, and one in three does not
-        copy an operand."""
+        """A demonstration for the generator; one in three skips steps at the end, one in three has a wrong operand."""
         results = self._solve(problem.prompt, self.misconceptions, self.wrongness, rng)
         steps, kind = self._steps(problem.prompt, results), rng.randrange(3)
         if kind == 0 and len(steps) > 1:
@@ -306,15 +291,14 @@ class Chain:
             steps[k] = str((int(steps[k][0]) + rng.randrange(1, self.modulus)) % self.modulus) + steps[k][1:]
         return self.fmt.render_solution(steps, self._answer(results[: len(steps)]))
 
-    def _stated_result(self, step: str) -> int | None:
-        match = STEP.fullmatch(self.fmt.step_body(step))
-        return int(match[4]) if match else None
+    def _stated_results(self, solution: str) -> list[int | None]:
+        matches = map(STEP.fullmatch, self.fmt.step_bodies(solution))
+        return [match and int(match[4]) for match in matches]
 
     def _facts(self, prompt: str, solution: str) -> list[tuple[int, str, int, int] | None]:
         """Per step (a, op, b, stated result), or None where the step does not copy its operands."""
         operations, value, facts = self._operations(prompt), int(prompt[0]), []
-        for k, (start, end) in enumerate(self.fmt.step_spans(solution)):
-            match = STEP.fullmatch(self.fmt.step_body(solution[start:end]))
+        for k, match in enumerate(map(STEP.fullmatch, self.fmt.step_bodies(solution))):
             fact = (int(match[1]), match[2], int(match[3]), int(match[4])) if match else None
             copied = (fact is not None and k < len(operations) and value is not None
                       and fact[:3] == (value, *operations[k]))

@@ -6,21 +6,23 @@ text; they never run models.
 """
 import functools
 import glob
+import itertools
 import json
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanochat.common import BadInput
-from nanochat.storage.files import check_data_file, look_for_hub, quiet_datasets
+from nanochat.storage.files import check_data_file, look_for_hub, quiet_datasets, reading
+from tasks.answers import MAX_ANSWER, OPENED_BOX, boxed, extracted, last_number, plain_number, tidy
 from tasks.formats import Format
 from tasks.grading import grade
-from tasks.answers import MAX_ANSWER, OPENED_BOX, boxed, extracted, last_number, plain_number, tidy
 
 # Problems are dealt to the splits by a hash of their text: sft, rl and the two test splits have no text in common.
 SPLIT_BUCKETS = {"sft": range(0, 4), "rl": range(4, 9), "test_in": range(9, 10), "test_out": range(9, 10)}
 BOX = "\\boxed{"
+FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # of tables: their ending, and what reads them
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,7 @@ class Problem:
 
 
 def demo_of(task, part: str, problem: Problem, *args) -> str:
-    """What a task's method `part` (solution_demo, corrupted_solution or verification_demo) gives for a problem. Raises
-    BadInput for what is no text."""
+    """What a task's method `part`, such as solution_demo, gives for a problem. Raises BadInput for what is no text."""
     text = getattr(task, part)(problem, *args)
     if not isinstance(text, str):
         raise BadInput(f"task {task.name}: {part}() gives {str(text)[:80]} for problem {problem.index} of "
@@ -51,14 +52,22 @@ def check_problem(where: str, problem, split: str, index: int) -> Problem:
     return problem
 
 
+def check_range(args, low: str, high: str, least: int, most: int) -> tuple[int, int]:
+    """The values of two flags. Raises BadInput unless least <= low <= high <= most."""
+    values = getattr(args, low), getattr(args, high)
+    if not least <= values[0] <= values[1] <= most:
+        flags = " ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in zip((low, high), values, strict=True))
+        raise BadInput(f"{flags}: need {least} <= min <= max <= {most}")
+    return values
+
+
 def split_stream(seed: int, split: str, index: int) -> random.Random:
     """The random stream that belongs to problem `index` of a split: the same on every rank and in every run."""
     return random.Random(f"{seed}-{split}-{index}")
 
 
 def draw_prompt(draw, split: str) -> str:
-    """The first text of draw() that belongs to the split. Raises BadInput when a thousand do not: the task has too few
-    problems."""
+    """The first text of draw() that belongs to the split. Raises BadInput when a thousand do not."""
     for _ in range(1000):
         prompt = draw()
         if in_split(prompt, split):
@@ -87,13 +96,11 @@ def nth_of_epochs(items: list, seed: int, split: str, index: int):
 
 
 def answering_part(fmt: Format, solution: str) -> str:
-    """The part of a solution whose answer counts, for tasks.grading; "" where none does.
-
-    Where the format's answer tag is there, only what stands in it counts (its last box, or all of it where it has
-    none), and it must be the end of the text: "..<answer>\\boxed{18}</answer>" and "..<answer>18</answer>" answer 18,
-    "..<answer>\\boxed{18}</answer> or 19" nothing. A text without the tag, as pretrained models write it, is read as it
-    is: its last box, else what follows "####".
-    """
+    """The part of a solution whose answer counts, for tasks.grading; "" where none does. Where the format's answer tag
+    is there, only what stands in it counts (its last box, or all of it where it has none), and it must be the end of
+    the text: "..<answer>\\boxed{18}</answer>" and "..<answer>18</answer>" answer 18, "..<answer>\\boxed{18}</answer> or
+    19" nothing. A text without the tag, as pretrained models write it, is read as it is: its last box, else what
+    follows "####"."""
     opening, closing = fmt.answer_open.removesuffix(BOX), fmt.answer_close.removeprefix("}")
     _, found, tail = solution.partition(opening)
     if not found:
@@ -114,8 +121,7 @@ def read_answer(fmt: Format, solution: str) -> str | None:
 
 
 def check_answer(fmt: Format, problem: Problem, solution: str) -> bool | None:
-    """Whether what a solution answers equals the gold answer as mathematics; None where that cannot be scored, False
-    where nothing can be read."""
+    """Whether a solution's answer is the gold one as mathematics; None where that cannot be scored, False without."""
     return grade(completion=answering_part(fmt, solution), gold=problem.answer)
 
 
@@ -145,10 +151,8 @@ class GradedSet:
 
 def is_last_number(text: str, gold: str) -> bool | None:
     """Whether the last number of a text is the gold one, whatever its format; None where the gold is no plain number.
-
     Lenient accuracy, as much of what is published counts: "so 9 * 2 = $18." is 18, and "18 of 20" is not. Strict is the
-    task's check().
-    """
+    task's check()."""
     wanted, found = plain_number(tidy(gold)), last_number(text) or ""
     if wanted is None:
         return None
@@ -156,39 +160,29 @@ def is_last_number(text: str, gold: str) -> bool | None:
     return value is not None and value[0] == wanted[0]
 
 
-def rows_of(where: str, table) -> Iterator[dict]:
-    """The rows of a table. Raises BadInput, which begins with `where`, for one that is no text in UTF-8."""
-    rows, number = iter(table), 1
-    while True:
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except UnicodeDecodeError:
-            raise BadInput(f"{where}: row {number}: is no text in UTF-8") from None
-        number += 1
-        yield row
+def read_rows(where: str, table, read: Callable) -> list:
+    """read(row) of each row of a table. Raises BadInput, which begins with `where` and the number of a row, from 1."""
+    rows, found = iter(table), []
+    for number in itertools.count(1):
+        with reading(f"{where}: row {number}"):
+            try:
+                found.append(read(next(rows)))
+            except StopIteration:
+                return found
 
 
-def wrong_line(path: str) -> str | None:
-    """What is wrong with a .jsonl file, after the number of its first line that is no json object; None where every
-    line is one, and for other files. The library's own message counts rows from 0, in a part of the file."""
-    if not path.endswith(".jsonl"):
-        return None
+def check_lines(path: str) -> None:
+    """Raises BadInput for the first line of a .jsonl file that is no json object. The library's own message counts rows
+    from 0, in a part of the file."""
     with open(path, encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
-            try:
+            with reading(f"{path}: line {number}"):
                 if line.strip() and not isinstance(json.loads(line), dict):
-                    return f"line {number}: is no json object"
-            except json.JSONDecodeError as error:
-                return f"line {number}: is no json: {error.msg}, column {error.colno}"
-            except (ValueError, RecursionError) as error:  # a number of thousands of digits, or deep nesting
-                return f"line {number}: {error}"
+                    raise ValueError("is no json object")
 
 
 def read_table(where: str, columns: tuple[str, ...], *path, **options):
-    """The table that datasets.load_dataset(*path, **options) opens. Raises BadInput, which begins with `where`, when it
-    cannot or a column is missing."""
+    """The table that datasets.load_dataset opens. Raises BadInput, which begins with `where`, also without a column."""
     datasets = quiet_datasets()
     file = options.get("data_files", "")
     if file:  # whose name may look like the pattern that datasets takes it for
@@ -199,9 +193,10 @@ def read_table(where: str, columns: tuple[str, ...], *path, **options):
     try:
         table = datasets.load_dataset(*path, **options)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        reason = wrong_line(file) or str(error.__cause__ or error).strip() or type(error).__name__
+        if file.endswith(".jsonl"):
+            check_lines(file)
+        reason = str(error.__cause__ or error).strip() or type(error).__name__
         raise BadInput(f"{where}: {reason.splitlines()[0]}") from None
-    missing = [column for column in columns if column not in table.column_names]
-    if missing:
+    if missing := [column for column in columns if column not in table.column_names]:
         raise BadInput(f"{where}: has no column {missing[0]!r}, only {', '.join(table.column_names)}")
     return table

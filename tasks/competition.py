@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nanochat.common import BadInput, in_threads, print0
-from tasks.common import GradedSet, Problem, in_split, nth_of_epochs, read_table, rows_of
+from tasks.answers import boxed
+from tasks.common import FILES, GradedSet, Problem, in_split, nth_of_epochs, read_rows, read_table
 from tasks.formats import PAPER
 from tasks.grading import readable
-from tasks.answers import boxed
 from tasks.gsm8k import ANSWER, judge_equations, mistaken
 
-FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::(\w+))?")
 # characters of a problem to train on; of MATH two have more. The longest prompt takes from every completion's room
 MAX_PROBLEM = 3000
@@ -29,8 +28,7 @@ TO_TRAIN, TO_TEST = ("train", "test_in", "test_out"), ("test_in", "test_out")
 
 
 class MathSet(NamedTuple):
-    """Where the parts of a set come from, in the order of `parts`: by default, and by the names of the files in a
-    folder. Last ones may be missing."""
+    """Sources of the parts by default, and their names in a folder, in the order of parts. Last ones may be missing."""
     parts: tuple[str, ...]
     sources: tuple[str, ...]
     files: tuple[str, ...]
@@ -59,9 +57,8 @@ class Row:
 
 def text_of(row: dict, *columns: str) -> str:
     """The text, or the number as text, in the first of these columns that has one. Raises ValueError where none has."""
-    for column in columns:
-        value = row.get(column)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    for value in map(row.get, columns):
+        is_number = type(value) in (int, float) and math.isfinite(value)
         if isinstance(value, str) or is_number:
             return str(value).strip()
     raise ValueError(f"has no text for {' or '.join(columns)}")
@@ -80,23 +77,18 @@ EURUS_TRAILER = "Present the answer in LaTex format: \\boxed{Your answer}"
 
 
 def read_eurus(row: dict) -> Row | None:
-    """{"prompt": messages, "reward_model": {"ground_truth"}, "ability"}; None for what is no mathematics: the set has
-    programs too."""
+    """{"prompt": messages, "reward_model": {"ground_truth"}, "ability"}; None of the programs that the set has too."""
     if row.get("ability") not in (None, "math"):
         return None
     asked = [message for message in row["prompt"] if message["role"] == "user"]
-    if not asked:
-        raise ValueError("prompt has no message of a user")
     return Row(text_of(asked[-1], "content").removesuffix(EURUS_TRAILER).strip(),
                text_of(row["reward_model"], "ground_truth"), "")
 
 
 def read_olympiad(row: dict) -> Row:
-    """{"question", "final_answer": list of answers, "solution": list}; several answers are one list, without dollar
-    signs."""
+    """{"question", "final_answer": answers, "solution": list}; answers are one list, without dollar signs."""
     answers, solutions = (row.get(column) or [] for column in ("final_answer", "solution"))
-    if not all(isinstance(texts, list) and all(isinstance(text, str) for text in texts)
-               for texts in (answers, solutions)):
+    if not isinstance(answers, list) or not isinstance(solutions, list):
         raise ValueError("final_answer and solution must be lists of texts")
     answer = ", ".join(re.sub(r"(?<!\\)\$", "", text).strip() for text in answers)
     return Row(text_of(row, "question"), answer, "\n".join(solutions).strip())
@@ -106,40 +98,21 @@ def read_olympiad(row: dict) -> Row:
 READERS = {"reward_model": read_eurus, "final_answer": read_olympiad}
 
 
-def open_source(flag: str, source: str):
-    """(the words that an error begins with, the table) of a file or a dataset of the hub. Raises BadInput."""
+def read_source(flag: str, source: str) -> list[Row | None]:
+    """The rows of a file or a dataset of the hub, None where one is no mathematics. Raises BadInput."""
     where, path = f"{flag} {source}", os.path.expanduser(source)
     kind, hub = FILES.get(os.path.splitext(path)[1]), HUB_NAME.fullmatch(source)
     if kind and os.path.isfile(path):
-        return path, read_table(path, (), kind, data_files=path, split="train")
-    if os.path.isdir(path):
-        raise BadInput(f"{where}: is a folder, which stands for all parts: give it alone")
-    if kind or not hub:
+        where, table = path, read_table(path, (), kind, data_files=path, split="train")
+    elif kind or not hub:
         raise BadInput(f"{where}: no such file"
                        + ("" if kind else f" that ends in {', '.join(FILES)}, and no name of a dataset, owner/name"))
-    name, config, split = hub.groups()
-    where += ": no such file, and as a dataset"
-    return where, read_table(where, (), *([name, config] if config else [name]), split=split or "train")
-
-
-def read_rows(flag: str, source: str) -> list[Row | None]:
-    """The rows of a source, None where one is no mathematics. Raises BadInput, for a malformed row with its number from
-    1."""
-    where, table = open_source(flag, source)
-    read = next((read for column, read in READERS.items() if column in table.column_names), read_plain)
-    rows = []
-    for number, row in enumerate(rows_of(where, table), 1):
-        try:
-            rows.append(read(row))
-            if rows[-1] is not None and not rows[-1].problem:
-                raise ValueError("the problem is empty")
-        except KeyError as error:
-            raise BadInput(f"{where}: row {number}: {error} is missing") from None
-        except (TypeError, AttributeError):
-            raise BadInput(f"{where}: row {number}: a column is empty or not of the type it should have") from None
-        except ValueError as error:
-            raise BadInput(f"{where}: row {number}: {error}") from None
-    return rows
+    else:
+        name, config, split = hub.groups()
+        where += ": no such file, and as a dataset"
+        table = read_table(where, (), *([name, config] if config else [name]), split=split or "train")
+    return read_rows(where, table, next((read for column, read in READERS.items() if column in table.column_names),
+                                        read_plain))
 
 
 def same_text(problem: str) -> str:
@@ -183,8 +156,7 @@ SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z$\\])")
 
 
 def solution_steps(solution: str) -> list[str]:
-    """The steps of a worked solution: its lines, or the sentences of a single one. Displayed formulas are not torn
-    apart."""
+    """The lines of a worked solution, or the sentences of a single one. Displayed formulas are not torn apart."""
     whole = BLOCK.sub(lambda block: " ".join(block[0].split()), solution)
     lines = [line.strip() for line in whole.split("\n") if line.strip()]
     return lines if len(lines) > 1 else [step for line in lines for step in SENTENCE_END.split(line)]
@@ -206,7 +178,7 @@ class Competition(GradedSet):
 
     def __init__(self, name: str, args, seed: int):
         self.name, self.seed, self.flag = name, seed, f"--{name}-data"
-        rows = {part: read_rows(self.flag, source) for part, source in self._sources(getattr(args, f"{name}_data"))}
+        rows = {part: read_source(self.flag, source) for part, source in self._sources(getattr(args, f"{name}_data"))}
         held_out = {same_text(row.problem) for part in rows if part != "train" for row in rows[part] if row}
         self.splits, self.solutions, self.dropped = {"sft": [], "rl": [], "test_in": [], "test_out": []}, {}, Counter()
         for part in rows:
@@ -217,7 +189,9 @@ class Competition(GradedSet):
                 self.splits[split].append((row.problem, row.answer))
                 self.solutions |= {row.problem: row.solution} if row.solution else {}
         self.num_dropped = self.dropped.total()
-        self._print_counts()
+        self.left_out = ", ".join(f"{count} {reason} ({part})" for (part, reason), count in self.dropped.items())
+        counts = ", ".join(f"{len(problems)} {split}" for split, problems in self.splits.items() if problems)
+        print0(f"{self.name}: {counts or 'no'} problems" + f"; left out: {self.left_out}" * bool(self.dropped))
 
     def _sources(self, given: list[str]) -> list[tuple[str, str]]:
         """(part, source) of the sources given by flag; those of a folder are its files. Raises BadInput."""
@@ -235,17 +209,11 @@ class Competition(GradedSet):
             raise BadInput(f"{self.flag} {' '.join(given)}: at most {len(parts)} sources, of {', '.join(parts)}")
         return list(zip(parts, given, strict=False))
 
-    def _print_counts(self) -> None:
-        counts = ", ".join(f"{len(problems)} {split}" for split, problems in self.splits.items() if problems)
-        dropped = ", ".join(f"{count} {reason} ({part})" for (part, reason), count in self.dropped.items())
-        print0(f"{self.name}: {counts or 'no'} problems" + (f"; left out: {dropped}" if dropped else ""))
-
     def problem(self, split: str, index: int) -> Problem:
         """Problem `index` of a split; the splits are endless. Raises BadInput for a split without problems."""
         if not self.splits[split]:
-            dropped = [f"{count} {reason} ({part})" for (part, reason), count in self.dropped.items()]
             raise BadInput(f"task {self.name}: has no problems for split {split} ({self.flag} is "
-                           f"{', '.join(SETS[self.name].parts)}; left out: {', '.join(dropped) or 'none'})")
+                           f"{', '.join(SETS[self.name].parts)}; left out: {self.left_out or 'none'})")
         return Problem(split, index, *nth_of_epochs(self.splits[split], self.seed, split, index))
 
     def _steps(self, problem: Problem) -> list[str]:
@@ -255,13 +223,11 @@ class Competition(GradedSet):
         return solution_steps(self.solutions[problem.prompt])
 
     def solution_demo(self, problem: Problem, rng: random.Random) -> str:
-        """The source's own solution, a line or a sentence a step; `rng` is not used. Raises BadInput where there is
-        none."""
+        """The source's solution, a line or a sentence a step; `rng` is not used. Raises BadInput without one."""
         return self.fmt.render_solution(self._steps(problem), problem.answer)
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """The source's solution, half of the time with another answer: a slip of a number, or what another problem asks
-        for. Raises BadInput."""
+        """The source's solution, half of the time with a slip of a number or another problem's answer."""
         steps, answer = self._steps(problem), problem.answer
         if rng.random() < 0.5:
             others = (rng.choice(self.splits[problem.split])[1] for _ in range(20))

@@ -6,41 +6,30 @@ import json
 import os
 
 from nanochat.common import BadInput
-from nanochat.storage.files import look_for_hub, quiet_datasets
+from nanochat.storage.files import look_for_hub, quiet_datasets, reading
 from nanochat.tokenizer import PARTS
 
 
-def check_messages(where: str, messages) -> list[dict]:
+def check_messages(messages: list[dict]) -> list[dict]:
     """The messages, if they are a conversation that render_conversation takes and an assistant speaks in. Raises
-    BadInput that says where they are not."""
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and isinstance(m.get("content"), str | list)
-                                                 for m in messages):
-        raise BadInput(f"{where}: not a list of messages with role and content")
+    ValueError, TypeError and KeyError where they are not."""
     for number, message in enumerate(messages, 1):
-        is_own = message.get("role") == "assistant"
-        if isinstance(message["content"], list) and not (is_own and all(map(is_part, message["content"]))):
-            raise BadInput(f"{where}: the content of message {number} must be a text"
-                           + f", or parts of type {', '.join(PARTS)} with a text" * is_own)
-    turns = [m.get("role") for m in messages]
+        content, is_own = message["content"], message["role"] == "assistant"
+        is_parts = is_own and not isinstance(content, str) and all(
+            part["type"] in PARTS and isinstance(part["text"], str) for part in content)  # Tokenizer.render_parts
+        if not (isinstance(content, str) or is_parts):
+            raise ValueError(f"the content of message {number} must be a text"
+                             + f", or parts of type {', '.join(PARTS)} with a text" * is_own)
+    turns = [message["role"] for message in messages]
     turns = turns[1:] if turns[:1] == ["system"] else turns
     if len(turns) < 2 or turns != ["user" if i % 2 == 0 else "assistant" for i in range(len(turns))]:
-        raise BadInput(f"{where}: roles must alternate from a user's to an assistant's, "
-                       f"not {', '.join(map(str, turns))}")
+        raise ValueError(f"roles must alternate from a user's to an assistant's, not {', '.join(map(str, turns))}")
     return messages
-
-
-def is_part(part) -> bool:
-    """Whether this can be a part of what an assistant says (Tokenizer.render_parts)."""
-    return (isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in PARTS
-            and isinstance(part.get("text"), str))
 
 
 def load_conversations(sources: list[str]) -> list[list[dict]]:
     """All conversations of files and `datasets` names (column messages; owner/name or owner/name:split). A source named
-    twice counts twice.
-
-    Raises BadInput that names the file and line.
-    """
+    twice counts twice. Raises BadInput that names the file and line."""
     conversations = []
     for source in sources:
         conversations += _from_file(source) if os.path.exists(source) else _from_hub(source)
@@ -49,20 +38,11 @@ def load_conversations(sources: list[str]) -> list[list[dict]]:
 
 def _from_file(path: str) -> list[list[dict]]:
     conversations = []
-    try:
-        with open(path, "rb") as f:
-            lines = f.read().splitlines()
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line.decode())
-        except UnicodeDecodeError:
-            raise BadInput(f"{path} line {number}: is no text in UTF-8") from None
-        except (ValueError, RecursionError) as error:
-            raise BadInput(f"{path} line {number}: no json: {error}") from None
-        conversations.append(check_messages(f"{path} line {number}",
-                                            row.get("messages") if isinstance(row, dict) else row))
+    with reading(path), open(path, "rb") as f:
+        for number, line in enumerate(f, 1):
+            with reading(f"{path} line {number}"):
+                row = json.loads(line.decode())
+                conversations.append(check_messages(row["messages"] if isinstance(row, dict) else row))
     if not conversations:
         raise BadInput(f"{path}: is empty")
     return conversations
@@ -78,4 +58,8 @@ def _from_hub(source: str) -> list[list[dict]]:
     except Exception as error:  # datasets raises many types for names that are not there
         raise BadInput(f"{source}: no such file, and cannot be loaded as a datasets name: "
                        f"{' '.join(str(error).split())[:200]}") from None
-    return [check_messages(f"{source} row {i}", row) for i, row in enumerate(rows)]
+    conversations = []
+    for number, row in enumerate(rows, 1):
+        with reading(f"{source} row {number}"):
+            conversations.append(check_messages(row))
+    return conversations

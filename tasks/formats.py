@@ -75,9 +75,7 @@ class Format:
 
     def step_spans(self, solution: str) -> list[tuple[int, int]]:
         """Character spans [start, end) of the reasoning steps, marks included, in order. Total: any text gives a list.
-
-        Only steps that are closed and stand before the end of thinking and before the answer count.
-        """
+        Only steps that are closed and stand before the end of thinking and before the answer count."""
         ends = [solution.find(mark) for mark in (self.think_close, self.answer_open) if mark]
         return self.closed_steps(solution[: min((end for end in ends if end >= 0), default=len(solution))],
                                  self.think_open)
@@ -107,11 +105,13 @@ class Format:
         """A step's text without its marks."""
         return step[len(self.step_open): len(step) - len(self.step_close)]
 
-    def answer(self, solution: str) -> str | None:
-        """The answer: what stands between the first answer mark and the end of the text, or None.
+    def step_bodies(self, solution: str) -> list[str]:
+        """The texts of the steps that `step_spans` finds."""
+        return [self.step_body(solution[start:end]) for start, end in self.step_spans(solution)]
 
-        COMPACT: answer("3+5:8;8*2:6;=6") == "6". Text after the closing mark makes the answer unreadable (None).
-        """
+    def answer(self, solution: str) -> str | None:
+        """The answer: what stands between the first answer mark and the end of the text, or None. COMPACT:
+        answer("3+5:8;8*2:6;=6") == "6". Text after the closing mark makes the answer unreadable (None)."""
         at = solution.find(self.answer_open)
         tail = solution[at + len(self.answer_open):].rstrip() if at >= 0 else None
         if tail is None or not tail.endswith(self.answer_close):
@@ -119,10 +119,8 @@ class Format:
         return tail[: len(tail) - len(self.answer_close)].strip()
 
     def quote(self, text: str) -> str:
-        """`text` with every reserved mark replaced by "?", so that quoted text can never forge a judgment.
-
-        No mark holds a "?", so what is left cannot join up to a new one.
-        """
+        """`text` with every reserved mark replaced by "?", so that quoted text can never forge a judgment. No mark
+        holds a "?", so what is left cannot join up to a new one."""
         return re.sub("|".join(map(re.escape, self.reserved)), "?", text)
 
 

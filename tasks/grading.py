@@ -24,13 +24,17 @@ from collections import Counter
 from fractions import Fraction
 from functools import lru_cache
 
-from tasks.answers import (DECIMAL, EQUALS, MAX_ANSWER, NAME, RELATION, SYMBOL, Reading, boxed, extracted,
-                           is_bracketed, parts, plain_number, read, spelled, tidy, unspaced)
-from tasks.grading_worker import WORKERS, Unscorable
+import tasks.grading_worker as grading_worker  # `from tasks` would be the package, which imports this
+from nanochat.workers import NoReply, Workers
+from tasks.answers import (DECIMAL, EQUALS, MAX_ANSWER, NAME, RELATION, SYMBOL, Reading, boxed, extracted, is_bracketed,
+                           parts, plain_number, read, spelled, tidy, unspaced)
+
+NUM_WORKERS = 2
+WORKERS = Workers(grading_worker, NUM_WORKERS, "NANOCHAT_GRADING_WORKERS")
+
 
 def compare(gold: Reading, answer: Reading) -> bool | None:
-    """Whether the answer is the gold one as far as that can be told here, None where it takes math-verify. What it
-    tells is final."""
+    """Whether the answer is the gold one, as far as it is plain here; None where it takes math-verify."""
     if gold.words is not None:
         if len(gold.words) == 1 and (answer.name or "'" in answer.body):
             return False  # neither "A=B" nor "B'" is the choice B
@@ -79,8 +83,6 @@ ONLY_LIKE_GOLD = re.compile(
 PRIMED = re.compile(r"(?<=[A-Za-z}])'+")
 # what a gold has that is more than some values: of an interval, a region, a condition
 MORE_THAN_VALUES = re.compile(r"[(\[<>]|\\(?:le|ge|ne|cup|cap|setminus|infty|mid|mathbb)(?![a-z])")
-
-
 CAPITALS = re.compile(r"\\(?:Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Phi|Psi|Omega)(?![a-z])")
 
 
@@ -158,14 +160,12 @@ def links(gold: Reading, answer: Reading) -> list[Reading]:
 
 
 def grade(*, completion: str, gold: str, extract: tuple[str, ...] = ("boxed", "hash")) -> bool | None:
-    """Whether the answer of a completion is the gold one: True, False, or None where nobody can tell.
-
-    extract: the EXTRACTORS to try, in this order. A completion without an answer that can be read (no box, brackets
-    that do not close, nothing in them, more than MAX_ANSWER characters) is False: silence must not pay. None: the gold
-    cannot be parsed, or the worker ran out of time or memory or died. Such a None is not remembered: the same pair is
-    tried again. May be called from several threads; each call takes at most TIMEOUT seconds of a worker, plus its start
-    where it must be replaced.
-    """
+    """Whether the answer of a completion is the gold one: True, False, or None where nobody can tell. extract: the
+    EXTRACTORS to try, in this order. A completion without an answer that can be read (no box, brackets that do not
+    close, nothing in them, more than MAX_ANSWER characters) is False: silence must not pay. None: the gold cannot be
+    parsed, or the worker ran out of time or memory or died. Such a None is not remembered: the same pair is tried
+    again. May be called from several threads; each call takes at most TIMEOUT seconds of a worker, plus its start where
+    it must be replaced."""
     answer = extracted(completion, extract)
     if answer is None or not tidy(answer):
         return False
@@ -185,7 +185,7 @@ def grade(*, completion: str, gold: str, extract: tuple[str, ...] = ("boxed", "h
     try:
         verdicts = [verified(*apart(for_worker(gold_reading), for_worker(link))) if verdict is None else verdict
                     for link, verdict in zip(chain, verdicts, strict=True)]
-    except Unscorable:
+    except NoReply:
         return None
     return False if False in verdicts else None if None in verdicts else True
 
@@ -198,10 +198,8 @@ ORDINARY = re.compile(r"(?:\\frac(?=\{[^{}]+(?:\{[^{}]+\}[^{}]*)*\}\{[^{}])|\\sq
 
 def readable(gold: str) -> bool:
     """Whether a gold can be graded: it can be written in a box, and is words, a number, or what math-verify can parse.
-
     math-verify takes tens of milliseconds, so it is only asked about what holds other than well-known commands and
-    signs, in order and closed.
-    """
+    signs, in order and closed."""
     if len(gold) > MAX_ANSWER or boxed(f"\\boxed{{{gold}}}") != gold or not tidy(gold) or not is_closed(tidy(gold)):
         return False
     reading = read(gold)
@@ -212,8 +210,8 @@ def readable(gold: str) -> bool:
     if is_ordinary(reading.body):
         return True
     try:
-        return parsable(gold=for_worker(reading))
-    except Unscorable:
+        return verified(for_worker(reading))
+    except NoReply:
         return False
 
 
@@ -253,20 +251,14 @@ def for_worker(reading: Reading) -> str:
 
 
 def both_signs(text: str) -> str:
-    """One of a list, with its plus-minus signs as the two values that they stand for: math-verify sees those alone that
-    are in no fraction."""
+    """A text with its plus-minus signs as two values: math-verify sees those alone that are in no fraction."""
     if "\\pm" not in text or text.startswith("\\{"):
         return text
     return ",".join(re.sub(r"\\mp(?![a-z]) ?", below, re.sub(r"\\pm(?![a-z]) ?", above, text))
                     for above, below in ("+-", "-+"))
 
 
-@lru_cache(maxsize=10_000)  # an Unscorable is not kept
-def verified(gold: str, answer: str) -> bool | None:
-    """math-verify's word, None where it cannot parse the gold."""
-    return WORKERS.ask({"gold": gold, "answer": answer})
-
-
-@lru_cache(maxsize=10_000)
-def parsable(*, gold: str) -> bool:
-    return WORKERS.ask({"gold": gold})
+@lru_cache(maxsize=10_000)  # a NoReply is not kept
+def verified(gold: str, answer: str | None = None) -> bool | None:
+    """math-verify's word, None where it cannot parse the gold; without an answer, whether it can."""
+    return WORKERS.ask({"gold": gold, "answer": answer}, grading_worker.TIMEOUT)

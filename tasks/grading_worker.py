@@ -1,35 +1,22 @@
 """
-The processes in which tasks.grading runs math-verify, and the pool of them: WORKERS.ask(request) -> reply.
+The process in which tasks.grading runs math-verify (a program of nanochat.workers):
 
     {"gold": g, "answer": a} -> True, False, or None where the gold cannot be parsed
     {"gold": g}              -> whether the gold can be parsed
 
-A worker is this file started by path, so that neither torch nor any other file of the project is loaded in it. It reads
-a JSON request a line on stdin and writes a JSON reply a line on stdout. It ends when its stdin does, and by the
-kernel's alarm when a request takes twice its time: a parent that was killed cannot end it, and a power of powers reads
-no stdin.
+It ends by the kernel's alarm when a request takes twice its time: a parent that was killed cannot end it, and a power
+of powers reads no stdin.
 """
-import atexit
 import json
 import os
-import queue
 import re
 import resource
-import select
 import signal
-import subprocess
 import sys
-import threading
-import time
 from functools import lru_cache
 
-TIMEOUT = 5.0          # seconds that a worker may take for one request
-START_TIMEOUT = 120.0  # seconds for a worker to load sympy; it takes one, but disks can be slow and cores shared
-MEMORY = 1 << 30       # bytes of address space of one worker
-NUM_WORKERS = 2        # NANOCHAT_GRADING_WORKERS overrides it
-
-
-# In the worker
+TIMEOUT = 5.0     # seconds for one request
+MEMORY = 1 << 30  # bytes of address space
 
 
 def is_proper(latex: str) -> bool:
@@ -190,8 +177,7 @@ def judge(parsed, equal, gold: str, answer: str | None = None) -> bool | None:
 
 
 def peak() -> int:
-    """The most memory that this program has held, in bytes. Linux's ru_maxrss would begin with what the parent held,
-    and a trainer holds much."""
+    """The most bytes that this program has held. Linux's ru_maxrss would begin with what the parent held."""
     if os.path.exists("/proc/self/status"):
         with open("/proc/self/status") as f:
             return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM:"))
@@ -224,120 +210,6 @@ def main(memory: int, seconds: float):
         print(json.dumps(verdict), file=replies, flush=True)
         if peak() > memory // 2:
             return  # what sympy keeps adds up; the next answer gets a fresh process
-
-
-
-# In the parent
-
-class Unscorable(Exception):
-    """A worker ran out of time or memory, or died."""
-
-
-class Worker:
-    """A process with math-verify that answers one request at a time. Raises RuntimeError when it cannot be started."""
-
-    def __init__(self):
-        # A session of its own keeps it out of the signals to the trainer's process group; a fixed hash seed gives every
-        # run the same order of sets.
-        command = [sys.executable, os.path.abspath(__file__), str(MEMORY), str(TIMEOUT)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-                                        start_new_session=True, env={**os.environ, "PYTHONHASHSEED": "0"})
-        try:
-            started = self.line(START_TIMEOUT)
-        except BaseException:
-            self.kill()
-            raise
-        if started != b"ready\n":
-            self.kill()
-            raise RuntimeError("a grading worker did not start; what it wrote to stderr says why "
-                               "(is math-verify installed?)")
-
-    def line(self, seconds: float) -> bytes:
-        """The next line that it writes; what there is of it when the time is over or it has ended."""
-        poll, written, deadline = select.poll(), b"", time.monotonic() + seconds
-        poll.register(self.process.stdout, select.POLLIN)
-        while not written.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not poll.poll(left * 1000):
-                break
-            part = os.read(self.process.stdout.fileno(), 4096)
-            if not part:
-                break
-            written += part
-        return written
-
-    def ask(self, request: dict) -> bool | None:
-        """The reply to a request. Raises Unscorable when there is none in time."""
-        try:
-            # far less than a pipe holds: it cannot block
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-        except BrokenPipeError:
-            raise Unscorable from None
-        reply = self.line(TIMEOUT)
-        if not reply.endswith(b"\n"):
-            raise Unscorable
-        return json.loads(reply)
-
-    def is_alive(self) -> bool:
-        return self.process.poll() is None
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-
-class Workers:
-    """As many workers as there are requests at a time, up to a limit. They are started when they are needed and end
-    with this process."""
-
-    def __init__(self):
-        self.lock, self.slots, self.has_hooks = threading.Lock(), None, False
-
-    def open(self) -> queue.LifoQueue:
-        """The slots, each with a worker or None."""
-        with self.lock:
-            if not self.has_hooks:
-                atexit.register(self.close)
-                os.register_at_fork(after_in_child=self.forget)
-                self.has_hooks = True
-            if self.slots is None:
-                self.slots = queue.LifoQueue()  # the last one back is asked first, so that none is started without need
-                for _ in range(int(os.environ.get("NANOCHAT_GRADING_WORKERS") or NUM_WORKERS)):
-                    self.slots.put(None)
-            return self.slots
-
-    def ask(self, request: dict) -> bool | None:
-        """A worker's reply. Raises Unscorable when there is none in time; another worker is started at the next
-        request."""
-        slots = self.open()
-        worker = slots.get()
-        try:
-            if worker is not None and not worker.is_alive():
-                worker = worker.kill()
-            worker = worker or Worker()
-            return worker.ask(request)
-        except BaseException:  # KeyboardInterrupt too: a reply that nobody read would pass for the next one's
-            worker = worker and worker.kill()
-            raise
-        finally:
-            slots.put(worker)
-
-    def forget(self):
-        """In a forked child: a worker serves one process only."""
-        self.lock, self.slots = threading.Lock(), None
-
-    def close(self):
-        """Ends the workers that are idle."""
-        while self.slots is not None and not self.slots.empty():
-            worker = self.slots.get()
-            if worker is not None:
-                worker.kill()
-        self.slots = None
-
-
-WORKERS = Workers()
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ import os
 import random
 import re
 import zlib
+from collections.abc import Callable
 from decimal import Decimal
 
 from nanochat.calculator import calculate
 from nanochat.common import BadInput, print0
-from tasks.common import GradedSet, Problem, in_split, nth_of_epochs, read_table, rows_of
+from tasks.common import GradedSet, Problem, in_split, nth_of_epochs, read_rows, read_table
 from tasks.formats import IN_WORDS, Format
 
 INTEGER = "(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
@@ -38,8 +39,7 @@ EQUATION = re.compile(rf"(?<![0-9.,$%])({EXPRESSION}{{1,10}}) ?= ?"
 
 
 def read_split(source: str, split: str) -> list[tuple[str, str]]:
-    """The (question, worked solution) rows of "train" or "test", from a folder with <split>.jsonl or from a hub's
-    dataset."""
+    """The (question, worked solution) rows of train or test, from a folder's <split>.jsonl or a dataset of the hub."""
     folder, columns = os.path.expanduser(source), ("question", "answer")
     path, where = os.path.join(folder, f"{split}.jsonl"), f"--gsm8k-data {source}"
     if os.path.isdir(folder):
@@ -50,11 +50,14 @@ def read_split(source: str, split: str) -> list[tuple[str, str]]:
         table = read_table(f"{where}: no such folder, and as a dataset", columns, source, "main", split=split)
     else:
         raise BadInput(f"{where}: no such folder")
-    rows = [(row["question"], row["answer"]) for row in rows_of(where, table)]
-    for number, row in enumerate(rows, 1):
-        if not all(isinstance(text, str) and text.strip() for text in row):
-            raise BadInput(f"{where}: row {number} of {split} has no text for question or answer")
-    return [(question.strip(), worked) for question, worked in rows]
+    return read_rows(where, table, read_row)
+
+
+def read_row(row: dict) -> tuple[str, str]:
+    question, worked = row["question"].strip(), row["answer"]
+    if not question or not worked.strip():
+        raise ValueError("has no text for question or answer")
+    return question, worked
 
 
 def number(text: str | None) -> Decimal | None:
@@ -64,8 +67,7 @@ def number(text: str | None) -> Decimal | None:
 
 
 def gold_answer(worked: str) -> str | None:
-    """The number after the last "####" of a worked solution, without commas and dollar signs; None where there is
-    none."""
+    """The number after the last "####", without commas and dollar signs; None where there is none."""
     _, mark, gold = worked.rpartition("####")
     return gold.strip().replace("$", "").replace(",", "") if mark and number(gold) is not None else None
 
@@ -80,14 +82,29 @@ def without_marks(line: str) -> str:
 
 
 def mistaken(shown: str, rng: random.Random) -> str:
-    """Another number, as a slip would give it: one more or less, a place off, or two digits swapped. "24" -> "23",
-    "25", "240" or "42"."""
+    """Another number, as a slip would give it: 23, 25, 240 or 42 in place of 24."""
     value = Decimal(shown.replace(",", ""))
     k = rng.randrange(max(1, len(shown) - 1))
     swapped = shown[:k] + shown[k: k + 2][::-1] + shown[k + 2:]
     slips = [value + 1, value - 1, value * 10, *([Decimal(swapped)] if re.fullmatch(r"-?[0-9]+", swapped) else [])]
     slip = rng.choice([s for s in slips if s != value and (s >= 0 or value < 0)])
     return f"{slip:,f}" if "," in shown else f"{slip:f}"
+
+
+def with_slip(lines: list[str], answer: str, rng: random.Random, shown: re.Pattern,
+              equations_of: Callable) -> tuple[list[str], str]:
+    """Lines of which one has a wrong result, if one states an equation, and a wrong answer. Where the last result is
+    the answer and wrong, that is the answer. shown: finds the results of a line."""
+    slipped, wrong = list(lines), mistaken(answer, rng)
+    results = [(k, match) for k, line in enumerate(lines) for match in shown.finditer(line)]
+    for k, match in rng.sample(results, len(results)):
+        slip = mistaken(match[1], rng)
+        slipped[k] = lines[k][: match.start(1)] + slip + lines[k][match.end(1):]
+        if not all(holds for *_, holds in equations_of(slipped[k])):
+            is_answer = (k, match) == results[-1] and number(match[1]) == number(answer)
+            return slipped, slip.replace(",", "") if is_answer else wrong
+        slipped[k] = lines[k]
+    return slipped, wrong
 
 
 # Equations in text
@@ -105,8 +122,7 @@ def plain(expression: str) -> str:
 
 
 def is_result(stated: str, value: float) -> bool:
-    """Whether a stated result is this value; one with decimals may be rounded or cut. A percentage may be meant as a
-    number of percents."""
+    """Whether a result, maybe rounded or cut, is this value; a percentage may be meant as a number of percents."""
     decimals = len(stated.rstrip("%").partition(".")[2])
     distances = [abs(value - read) for text in (stated, stated.rstrip("%")) if (read := evaluate(text)) is not None]
     # Less than one in the last decimal, and less by more than what floats lose: .3 is not .2.
@@ -114,11 +130,9 @@ def is_result(stated: str, value: float) -> bool:
 
 
 def equations(text: str) -> list[tuple[str, float, str, bool]]:
-    """The plain equations of a text: (left side, its value, the stated result, whether it holds). Total.
-
-    "so 48 / 2 = $26" -> [("48/2", 24.0, "26", False)]. What a word interrupts is no plain equation: in "3 cats + 4 + 5
-    = 12" there is none.
-    """
+    """The plain equations of a text: (left side, its value, the stated result, whether it holds). Total. "so 48 / 2 =
+    $26" -> [("48/2", 24.0, "26", False)]. What a word interrupts is no plain equation: in "3 cats + 4 + 5 = 12" there
+    is none."""
     text, found = re.sub(r"\s+", " ", text), []
     for match in EQUATION.finditer(text):
         left, right = plain(match[1]), plain(match[2])
@@ -135,11 +149,9 @@ def decimal_text(value: float) -> str:
 
 
 def judge_equations(fmt: Format, solution: str, gold: set[str], verdict: bool) -> str:
-    """A verification with this final verdict: a step is wrong iff it is none of the gold steps and states an equation
-    that does not hold."""
+    """A verification: a step is wrong iff it is none of the gold steps and states an equation that does not hold."""
     analyses, verdicts = [], []
-    for start, end in fmt.step_spans(solution):
-        step = fmt.step_body(solution[start:end])
+    for step in fmt.step_bodies(solution):
         known, found = step in gold, equations(step)
         parts = [f"{left}={stated}" if holds or known else f"{left}={decimal_text(value)}, not {stated}"
                  for left, value, stated, holds in found]
@@ -206,24 +218,10 @@ class GSM8K(GradedSet):
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
         """The dataset's solution, half of the time with a wrong answer, and where it can be with one slip that leads
-        there.
-
-        A slip is a wrong result of a plain equation; later lines stay as they are. If it is the last result and the
-        answer, the answer is the slip; otherwise the answer is a slip of its own, and the only one where the solution
-        has no plain equations.
-        """
+        there: a wrong result of a plain equation. Later lines stay as they are."""
         lines, answer = worked_lines(self.worked[problem.prompt]), problem.answer
         if rng.random() < 0.5:
-            answer = mistaken(problem.answer, rng)
-            results = [(k, match) for k, line in enumerate(lines) for match in SHOWN_RESULT.finditer(line)]
-            for k, match in rng.sample(results, len(results)):
-                slip = mistaken(match[1], rng)
-                line = lines[k][: match.start(1)] + slip + lines[k][match.end(1):]
-                if not all(holds for *_, holds in equations(without_marks(line))):
-                    lines[k] = line
-                    is_answer = (k, match) == results[-1] and number(match[1]) == number(problem.answer)
-                    answer = slip.replace(",", "") if is_answer else answer
-                    break
+            lines, answer = with_slip(lines, answer, rng, SHOWN_RESULT, lambda line: equations(without_marks(line)))
         return self.fmt.render_solution([without_marks(line) for line in lines], answer)
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:

@@ -54,8 +54,7 @@ class Halves:
         return f"{steps}{MARK}{more}{self.fmt.answer_open}{result}{MARK}{second_result}"
 
     def check(self, problem: Problem, solution: str) -> bool | None:
-        """The outcome of a joint solution: whether both results are right and both halves begin with the same
-        letter."""
+        """The outcome of a joint solution: whether both results are right and both halves begin with one letter."""
         return self.agrees(solution) and all(self.half_outcomes(problem, solution))
 
     def half_outcomes(self, problem: Problem, solution: str) -> list[bool]:
@@ -74,8 +73,7 @@ class Halves:
         return [error is None for error in self.step_errors(problem, solution)]
 
     def step_errors(self, problem: Problem, solution: str) -> list[str | None]:
-        """What is wrong with each step, as chain names it, or "convention": the first step of a half has no letter, or
-        one that the first half has not."""
+        """What is wrong with each step, as chain says, or "convention": a half begins without its letter."""
         errors = []
         for half, (_, text), unlettered in zip(self._problems(problem), self._lettered(solution),
                                                self._unlettered(solution), strict=True):

@@ -14,7 +14,8 @@ from string import ascii_lowercase
 
 from nanochat.cli import SHARE
 from nanochat.common import BadInput
-from tasks.common import Problem, draw_prompt, split_stream
+from nanochat.storage.files import reading
+from tasks.common import Problem, check_range, draw_prompt, split_stream
 from tasks.formats import COMPACT
 
 MOST = 1000  # words of a problem, and letters of a word
@@ -22,13 +23,9 @@ MIN_USABLE_WORDS = 100  # of a words file, for the split with the shortest words
 
 
 def read_words(path: str) -> list[str]:
-    """The distinct a-z words of a text file, one a line, lower-cased and sorted. Raises BadInput when it cannot be
-    read."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            lines = {line.strip().lower() for line in f}
-    except OSError as error:
-        raise BadInput(f"--last-letter-words {path}: {error.strerror}") from None
+    """The distinct a-z words of a file, one a line, lower-cased and sorted. Raises BadInput."""
+    with reading(f"--last-letter-words {path}"), open(path, encoding="utf-8", errors="replace") as f:
+        lines = {line.strip().lower() for line in f}
     return sorted(word for word in lines if re.fullmatch("[a-z]+", word))
 
 
@@ -61,14 +58,8 @@ class LastLetter:
     fmt = COMPACT
 
     def __init__(self, args, seed: int):
-        low, high = args.last_letter_min_words, args.last_letter_max_words
-        short, long = args.last_letter_min_letters, args.last_letter_max_letters
-        if not 2 <= low <= high <= MOST:
-            raise BadInput(f"--last-letter-min-words {low} --last-letter-max-words {high}: "
-                           f"need 2 <= min <= max <= {MOST}")
-        if not 1 <= short <= long <= MOST:
-            raise BadInput(f"--last-letter-min-letters {short} --last-letter-max-letters {long}: "
-                           f"need 1 <= min <= max <= {MOST}")
+        low, high = check_range(args, "last_letter_min_words", "last_letter_max_words", 2, MOST)
+        short, long = check_range(args, "last_letter_min_letters", "last_letter_max_letters", 1, MOST)
         self.seed, self.min_letters = seed, short
         self.full_share, self.verifier_error = args.last_letter_full_share, args.last_letter_verifier_error
         # (fewest words, most words, most letters of a word); sft_full is the full-length share of sft
@@ -98,8 +89,7 @@ class LastLetter:
         return self._render(problem.prompt, self._joined(problem.prompt))
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """A right solution in which each step's new letter is wrong with some probability and carried on; over half of
-        all stay right."""
+        """A right solution in which a step's new letter may be wrong and is carried on; over half of all stay right."""
         words = problem.prompt.split()
         rate = rng.choice([0.0, 1.5 / len(words)])
         letters, joined = "", []
@@ -109,8 +99,7 @@ class LastLetter:
         return self._render(problem.prompt, joined)
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
-        """A demonstration for the verifier: each step worked again from the words, now and then wrongly, and judged by
-        that."""
+        """A demonstration for the verifier: each step worked again, now and then wrongly, and judged by that."""
         believed = [letters[:-1] + other_letter(letters[-1], rng) if rng.random() < self.verifier_error else letters
                     for letters in self._joined(problem.prompt)]
         steps = self._steps(problem.prompt, believed)
@@ -156,5 +145,4 @@ class LastLetter:
 
     def _judged(self, steps: list[str], solution: str) -> list[bool]:
         """Per step of the solution whether it is, to the letter, the one in its place in `steps`."""
-        stated = [self.fmt.step_body(solution[start:end]) for start, end in self.fmt.step_spans(solution)]
-        return [k < len(steps) and step == steps[k] for k, step in enumerate(stated)]
+        return [k < len(steps) and step == steps[k] for k, step in enumerate(self.fmt.step_bodies(solution))]

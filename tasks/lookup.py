@@ -124,8 +124,7 @@ class Lookup(Chain):
         return "".join(self.documents(query))
 
     def documents(self, query: str) -> list[str]:
-        """The same in parts, as a search finds several documents: each has a few whole entries, one in all is about the
-        key."""
+        """The same in parts, as a search finds documents: each has a few whole entries, one in all is about the key."""
         return self._documents(query, self.facts.get) if query in self.facts else []
 
     def serves(self, document: str, query: str) -> str:
@@ -165,8 +164,7 @@ class Lookup(Chain):
         return self._solution(problem.prompt, self._memory(self.wrong_facts, rng), self._generators_work(rng), rng)
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """A right solution in which each fact and each result is wrong with some probability and carried on; over half
-        of all stay right."""
+        """A right solution in which a fact or result may be wrong and is carried on; over half of all stay right."""
         operations = self._terms(problem.prompt)
         num_steps = len(operations) + sum(not operand.isdigit() for _, operand in operations)
         rate = rng.choice([0.0, min(1.0, 1.5 / num_steps)])
@@ -183,7 +181,7 @@ class Lookup(Chain):
         """A wrong version of a solution: the result of one step is changed, and the arithmetic after it is worked on
         from there, so that the answer may come out right again. Where steps are missing or unreadable the last digit
         of the text is changed."""
-        bodies = [self.fmt.step_body(solution[s:e]) for s, e in self.fmt.step_spans(solution)]
+        bodies = self.fmt.step_bodies(solution)
         matches = [STEP.fullmatch(body) for body in bodies]
         worked = [i for i, match in enumerate(matches) if match]
         readable = all(match or self.query.fullmatch(body) for body, match in zip(bodies, matches, strict=True))
@@ -199,8 +197,7 @@ class Lookup(Chain):
         return self.fmt.render_solution(bodies, str(value))
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
-        """A demonstration for the verifier: each fact and each result by the verifier's own beliefs, and judged by
-        them."""
+        """A demonstration for the verifier: facts and results by the verifier's own beliefs, and judged by them."""
         look = self._memory(self.verifier_wrong_facts, rng)
         work = self._verifiers_work(rng)
         steps = self._read(problem.prompt, solution, look)
@@ -215,10 +212,6 @@ class Lookup(Chain):
         """A solution by what the verifier believes, for a judge that works the problem itself."""
         return self._solution(problem.prompt, self._memory(self.verifier_wrong_facts, rng), self._verifiers_work(rng),
                               rng)
-
-    def principles_demo(self, problem: Problem) -> str:
-        """What to check in a solution, in place of principles: the operations that the problem has, each once."""
-        return "".join(dict.fromkeys(op for op, _ in self._terms(problem.prompt)))
 
     def propose_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
         """A search that leads to the problem, after the answer that it comes to: ({"hint": "3"},
@@ -272,8 +265,7 @@ class Lookup(Chain):
         return lambda a, op, b: self._believed(a, op, b, self.verifier_misconceptions, self.verifier_wrongness, rng)
 
     def _fetched(self, operand: str, look=None) -> tuple[list[tuple[str, str]], str]:
-        """The facts that lead from an operand to a digit, in order, and the digit. look: key -> value, by default the
-        true one."""
+        """The facts that lead from an operand to a digit, and that. look: key -> value, by default the true one."""
         facts = []
         while not operand.isdigit():
             facts.append((operand, (look or self.facts.get)(operand)))
@@ -304,8 +296,7 @@ class Lookup(Chain):
         return dict(re.findall(entry, information)).get(key) if re.fullmatch(f"({entry})+", information) else None
 
     def _solution(self, prompt: str, look, work, rng: random.Random | None, noise: int | None = None) -> str:
-        """A solution by these facts and this arithmetic. rng draws which keys are used without a query, none without
-        one."""
+        """A solution by these facts and this arithmetic. rng draws which keys are used without a query; None: none."""
         value, steps, fmt = int(prompt[0]), [], self.fmt
         for op, operand in self._terms(prompt):
             facts, digit = self._fetched(operand, look)
@@ -325,8 +316,7 @@ class Lookup(Chain):
         operations, value, steps = self._terms(prompt), int(prompt[0]), []
         facts, digit = zip(*[self._fetched(operand, look) for _, operand in operations], strict=True)
         k, needed = 0, dict(facts[0])
-        for start, end in self.fmt.step_spans(solution):
-            body = self.fmt.step_body(solution[start:end])
+        for body in self.fmt.step_bodies(solution):
             query, step = self.query.fullmatch(body), STEP.fullmatch(body)
             if query:
                 steps.append(("fetch", query[1], needed.pop(query[1], None), self._entry(query[2], query[1])))
@@ -359,11 +349,8 @@ class Lookup(Chain):
 
 
 def facts_of(seed: int, num_keys: int, hops: int, modulus: int) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """The table of facts, and for each key the wrong values that it could have.
-
-    The keys are dealt to `hops` levels; those of the first stand for a digit, the others for a key of the level below.
-    Each level comes to every digit.
-    """
+    """The table of facts, and for each key the wrong values that it could have. The keys are dealt to `hops` levels;
+    those of the first stand for a digit, the others for a key of the level below. Each level comes to every digit."""
     rng = random.Random(f"facts-{seed}")
     names = list(ascii_lowercase) if num_keys == 26 else [a + b for a in ascii_lowercase for b in ascii_lowercase]
     keys = rng.sample(names, num_keys)

@@ -9,10 +9,9 @@ import random
 from dataclasses import dataclass
 
 from nanochat.common import BadInput
-from tasks.common import read_table, rows_of
+from tasks.common import FILES, read_rows, read_table
 
 RANDOM_BASELINE = 0.25  # accuracy of guessing; nearly every question has four choices
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,8 @@ def arc_choice(row: dict) -> Choice:
 
 def mmlu_choice(row: dict) -> Choice:
     """MMLU: {"question", "choices": four texts, "answer": index of the right one}."""
-    if len(row["choices"]) != 4 or row["answer"] not in range(4):
-        raise ValueError(f"{len(row['choices'])} choices and answer {row['answer']!r}, "
-                         f"expected 4 and an index from 0 to 3")
+    if row["answer"] not in range(4):
+        raise ValueError(f"answer {row['answer']!r}, expected an index from 0 to 3")
     return Choice(row["question"], tuple("ABCD"), tuple(row["choices"]), "ABCD"[row["answer"]])
 
 
@@ -45,54 +43,38 @@ CHOICE_SETS = {
 }
 
 
-def check_choice(choice: Choice) -> None:
-    """Raises ValueError unless all is text, every choice has a letter of its own, and the answer is one of them."""
+def checked(choice: Choice) -> Choice:
+    """The question. Raises ValueError unless all is text, letters differ, and the answer is one of them."""
     if not all(isinstance(text, str) and text for text in (choice.question, *choice.letters, *choice.choices)):
         raise ValueError("question, letters and choices must be texts that are not empty")
-    if (len(choice.letters) != len(choice.choices)
-            or len(set(choice.letters)) != len(choice.letters) or len(choice.letters) < 2):
-        raise ValueError(f"{len(choice.choices)} choices and the letters {', '.join(choice.letters)}")
+    letters = ", ".join(choice.letters)
+    if not len(choice.choices) == len(choice.letters) == len(set(choice.letters)) >= 2:
+        raise ValueError(f"{len(choice.choices)} choices and the letters {letters}")
     if choice.answer not in choice.letters:
-        raise ValueError(f"the answer {choice.answer!r} is none of {', '.join(choice.letters)}")
+        raise ValueError(f"the answer {choice.answer!r} is none of {letters}")
+    return choice
 
 
 def load_choices(name: str, data: str = "", max_examples: int = -1) -> list[Choice]:
-    """The questions of a set in one fixed random order, the first `max_examples` of it (-1: all).
-
-    data: a .jsonl, .json or .parquet file with the hub's columns, read instead of the hub. The order is random because
-    MMLU's rows are sorted by subject. Raises BadInput, for a malformed row with its number from 1.
-    """
-    if name not in CHOICE_SETS:
-        raise BadInput(f"{name}: there are {', '.join(CHOICE_SETS)}")
+    """The questions of a set in one fixed random order, the first `max_examples` of it (-1: all). data: a .jsonl, .json
+    or .parquet file with the hub's columns, read instead of the hub. The order is random because MMLU's rows are sorted
+    by subject. Raises BadInput, for a malformed row with its number from 1."""
     hub, config, split, columns, read = CHOICE_SETS[name]
     where = f"{name}, {data or hub}"
     if data:
-        reader = READERS.get(os.path.splitext(data)[1])
+        reader = FILES.get(os.path.splitext(data)[1])
         if reader is None or not os.path.isfile(data):
-            raise BadInput(f"{where}: {'no such file' if reader else 'must end in ' + ', '.join(READERS)}")
+            raise BadInput(f"{where}: {'no such file' if reader else 'must end in ' + ', '.join(FILES)}")
         table = read_table(where, columns, reader, data_files=data, split="train")
     else:
         table = read_table(where, columns, hub, config, split=split)
-    choices = []
-    for number, row in enumerate(rows_of(where, table), 1):
-        try:
-            choices.append(read(row))
-            check_choice(choices[-1])
-        except KeyError as error:
-            raise BadInput(f"{where}: row {number}: {error} is missing") from None
-        except TypeError:
-            raise BadInput(f"{where}: row {number}: a column is empty or not of the type it should have") from None
-        except ValueError as error:
-            raise BadInput(f"{where}: row {number}: {error}") from None
+    choices = read_rows(where, table, lambda row: checked(read(row)))
     random.Random(0).shuffle(choices)
     return choices if max_examples < 0 else choices[:max_examples]
 
 
 def choice_prompt(choice: Choice) -> str:
-    """What the model is asked, to the character as upstream asks it.
-
-    The letter stands after its choice, where small models bind it better, and without a space before it, since " A" is
-    another token than the "A" to answer with.
-    """
+    """What the model is asked, to the character as upstream asks it. The letter stands after its choice, where small
+    models bind it better, and without a space before it, since " A" is another token than the "A" to answer with."""
     listed = "".join(f"- {text}={letter}\n" for letter, text in zip(choice.letters, choice.choices, strict=True))
     return f"Multiple Choice question: {choice.question}\n{listed}\nRespond only with the letter of the correct answer."

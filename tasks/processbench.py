@@ -11,19 +11,17 @@ import re
 from dataclasses import dataclass
 
 from nanochat.common import BadInput
-from tasks.common import read_table, rows_of
-from tasks.multiple_choice import READERS
+from tasks.answers import boxed
+from tasks.common import FILES, read_rows, read_table
 
 HUB = "Qwen/ProcessBench"
 SUBSETS = ("gsm8k", "math", "olympiadbench", "omnimath")  # the hub's splits, as the paper orders them
 COLUMNS = ("problem", "steps", "label", "final_answer_correct")
-BOXED = "\\boxed{"
 
 
 @dataclass(frozen=True)
 class LabelledSolution:
-    """One solution. label: index from 0 of its first wrong step, -1 where none is; (subset, row) names it: its row in
-    the table, from 1."""
+    """One solution. label: of its first wrong step, from 0, -1 without one; row: in the subset's table, from 1."""
     problem: str
     steps: tuple[str, ...]
     label: int
@@ -32,53 +30,37 @@ class LabelledSolution:
     row: int
 
 
-def read_row(row: dict, subset: str, number: int) -> LabelledSolution:
-    """The sample of a row. Raises ValueError that says what is wrong with it."""
+def read_row(row: dict) -> tuple[str, tuple[str, ...], int, bool]:
+    """Problem, steps, label and whether the final answer is correct. Raises ValueError that says what is wrong."""
     problem, steps, label, correct = (row[column] for column in COLUMNS)
-    if not isinstance(problem, str) or not problem.strip():
-        raise ValueError("problem must be a text that is not empty")
-    if not isinstance(steps, list) or not steps:
-        raise ValueError("steps must be a list that is not empty")
-    for k, step in enumerate(steps):
-        if not isinstance(step, str) or not step.strip():
-            raise ValueError(f"step {k} must be a text that is not empty")
+    if not isinstance(steps, list) or not steps or not all(isinstance(x, str) and x.strip() for x in (problem, *steps)):
+        raise ValueError("problem and steps must be texts that are not empty")
     # True is an int too, and one missing label makes floats of a whole column.
-    if (isinstance(label, bool) or not isinstance(label, int | float)
-            or not -1 <= label < len(steps) or label != int(label)):
+    if type(label) not in (int, float) or label not in range(-1, len(steps)):
         raise ValueError(f"label {label!r} must be from -1 to {len(steps) - 1}, "
                          f"the index of one of {len(steps)} steps or -1")
     if not isinstance(correct, bool):
         raise ValueError(f"final_answer_correct {correct!r} must be true or false")
-    return LabelledSolution(problem, tuple(steps), int(label), correct, subset, number)
-
-
-def _stem(path: str) -> str:
-    return os.path.splitext(os.path.basename(path))[0]
+    return problem, tuple(steps), int(label), correct
 
 
 def find_tables(source: str, subset: str) -> dict[str, tuple]:
-    """Per subset what datasets.load_dataset is to open, as (arguments, options). Raises BadInput for what is not
-    there."""
+    """Per subset the arguments and options of datasets.load_dataset. Raises BadInput for what is not there."""
     path = os.path.expanduser(source)
     if os.path.isdir(path):
-        files = sorted(os.path.join(path, name) for name in os.listdir(path)
-                       if os.path.splitext(name)[1] in READERS)
-        stems = [_stem(file) for file in files]
-        if twice := [stem for stem in stems if stems.count(stem) > 1]:
-            raise BadInput(f"{source}: subset {twice[0]} has two files")
-        files.sort(key=lambda file: (SUBSETS.index(_stem(file)) if _stem(file) in SUBSETS else len(SUBSETS), file))
+        files = [os.path.join(path, name) for name in sorted(os.listdir(path))]
     elif os.path.isfile(path):
-        if os.path.splitext(path)[1] not in READERS:
-            raise BadInput(f"{source}: a file must end in {', '.join(READERS)}")
         files = [path]
-    elif os.path.splitext(path)[1] in READERS or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
+    elif os.path.splitext(path)[1] in FILES or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
         raise BadInput(f"{source}: no such file or folder")
     else:
         return {name: ((source,), {"split": name}) for name in ([subset] if subset else SUBSETS)}
-    found = {_stem(file): ((READERS[os.path.splitext(file)[1]],), {"data_files": file, "split": "train"})
-             for file in files}
+    stem_of = lambda file: os.path.splitext(os.path.basename(file))[0]
+    place = lambda file: (*SUBSETS, stem_of(file)).index(stem_of(file))  # as the paper has them, then others
+    found = {stem_of(file): ((FILES[os.path.splitext(file)[1]],), {"data_files": file, "split": "train"})
+             for file in sorted(files, key=place) if os.path.splitext(file)[1] in FILES}
     if not found:
-        raise BadInput(f"{source}: has no <subset>{' or <subset>'.join(READERS)}")
+        raise BadInput(f"{source}: has no <subset>{' or <subset>'.join(FILES)}")
     if subset and subset not in found:
         raise BadInput(f"{source}: has no subset {subset}, only {', '.join(found)}")
     return {subset: found[subset]} if subset else found
@@ -86,24 +68,16 @@ def find_tables(source: str, subset: str) -> dict[str, tuple]:
 
 def load_processbench(source: str = HUB, subset: str = "", max_examples: int = -1) -> list[LabelledSolution]:
     """The samples of one subset or ("") of all, in the tables' order; of each at most `max_examples` (-1: all), a fixed
-    random choice, a larger one holding the smaller, since rows may be sorted by label.
-
-    source: a dataset on the hub whose splits are the subsets; a .jsonl, .json or .parquet file, whose name is its
-    subset's; or a folder of such files, one per subset. Raises BadInput, for a malformed row with its file and
-    its number from 1.
-    """
+    random choice, a larger one holding the smaller, since rows may be sorted by label. source: a dataset on the hub
+    whose splits are the subsets; a .jsonl, .json or .parquet file, whose name is its subset's; or a folder of such
+    files, one per subset. Raises BadInput, for a malformed row with its file and its number from 1."""
     samples = []
     for name, (arguments, options) in find_tables(source, subset).items():
         is_file = "data_files" in options
         where = options["data_files"] if is_file else f"{source}, split {name}"
         table = read_table(where if is_file else f"{source}: no such file or folder, and as a dataset, split {name}",
                            COLUMNS, *arguments, **options)
-        rows = []
-        for number, row in enumerate(rows_of(where, table), 1):
-            try:
-                rows.append(read_row(row, name, number))
-            except ValueError as error:
-                raise BadInput(f"{where}: row {number}: {error}") from None
+        rows = [LabelledSolution(*row, name, number) for number, row in enumerate(read_rows(where, table, read_row), 1)]
         if 0 <= max_examples < len(rows):
             order = list(range(len(rows)))
             random.Random(0).shuffle(order)
@@ -112,21 +86,8 @@ def load_processbench(source: str = HUB, subset: str = "", max_examples: int = -
     return samples
 
 
-def boxed(text: str) -> str:
-    """What stands in the last \\boxed{...} of a text, braces balanced: "so \\boxed{\\frac{1}{2}}." -> "\\frac{1}{2}";
-    "" where there is none or it is not closed."""
-    at = text.rfind(BOXED)
-    depth = 1
-    for end in range(at + len(BOXED), len(text) if at >= 0 else 0):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[at + len(BOXED): end].strip()
-    return ""
-
-
 def without_solution_marks(fmt, text: str) -> str:
-    """`text` with every mark of a solution replaced by "?", so that a step can never end itself, the thinking or the
-    solution. No mark holds a "?"."""
+    """`text` with every mark of a solution as "?", which no mark holds: a step cannot end itself or the solution."""
     marks = (fmt.think_open, fmt.step_open, fmt.step_close, fmt.think_close, fmt.answer_open, fmt.answer_close)
     return re.sub("|".join(re.escape(mark) for mark in marks if mark), "?", text)
 
@@ -136,4 +97,4 @@ def solution_text(fmt, judged: LabelledSolution) -> str:
     and so does a blank step where it would be none. Its answer is what the last step has in \\boxed{}, empty where that
     is nothing."""
     steps = [without_solution_marks(fmt, "?" if fmt.is_blank(step) else step) for step in judged.steps]
-    return fmt.render_solution(steps, without_solution_marks(fmt, boxed(judged.steps[-1])))
+    return fmt.render_solution(steps, without_solution_marks(fmt, (boxed(judged.steps[-1]) or "").strip()))

@@ -23,8 +23,7 @@ from collections.abc import Callable
 from itertools import product
 
 from nanochat.cli import SHARE
-from nanochat.common import BadInput
-from tasks.common import Problem, draw_prompt, split_stream
+from tasks.common import Problem, check_range, draw_prompt, split_stream
 from tasks.formats import COMPACT
 
 LETTERS = "abc"
@@ -109,8 +108,7 @@ def misconceptions(seed: int, share: float) -> dict[tuple[str, str], str]:
 
 
 def reduced(start: str, believe: Callable) -> list[str]:
-    """The words, as text, that the first rule that fits leads to again and again, with the results that are believed:
-    believe(side, letter after it)."""
+    """The words, as text, that the first rule that fits leads to, by believe(side, letter after it)."""
     word, words = word_of(start), []
     while found := rewritings(word):
         before, side, after = found[0]
@@ -186,9 +184,7 @@ class Rewrite:
     fmt = COMPACT
 
     def __init__(self, args, seed: int):
-        low, high = args.rewrite_min_letters, args.rewrite_max_letters
-        if not 2 <= low <= high <= MOST:
-            raise BadInput(f"--rewrite-min-letters {low} --rewrite-max-letters {high}: need 2 <= min <= max <= {MOST}")
+        low, high = check_range(args, "rewrite_min_letters", "rewrite_max_letters", 2, MOST)
         self.seed, self.lengths = seed, (low, high)
         self.wrongness, self.skips = args.rewrite_wrongness, args.rewrite_skips
         self.verifier_wrongness = args.rewrite_verifier_wrongness
@@ -218,13 +214,11 @@ class Rewrite:
         return [error is None for error in self.step_errors(problem, solution)]
 
     def step_errors(self, problem: Problem, solution: str) -> list[str | None]:
-        """What is wrong with each step: "word" (it or the one before is no word), "jump" (true, and no single rule
-        says so), "false" or None."""
+        """What is wrong with each step: "word" (it is none), "jump" (true, and no single rule), "false" or None."""
         return [error_of(a, b) for a, b in self._steps(problem, solution)]
 
     def variants(self, problem: Problem, rng: random.Random) -> Problem:
-        """A theorem near this one, under its split and index: its word changed, once or more, and that one's normal
-        form."""
+        """A theorem near this one: its word changed once or more, and that one's normal form."""
         start = word = word_of(start_of(problem))
         for _ in range(rng.randint(1, MOST_CHANGES)):
             changed = start
@@ -239,8 +233,7 @@ class Rewrite:
         return self._render([word for word in words if rng.random() >= self.skips], words[-1])
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """A proof in which each step's result is false with some probability and carried on; over half of all stay
-        right."""
+        """A proof in which a step's result may be false and is carried on; over half of all stay right."""
         start = start_of(problem)
         rate = rng.choice([0.0, min(1.0, 1.5 / len(reduced(start, true_result)))])
         words = reduced(start, lambda side, _: rng.choice(false_results(side)) if rng.random() < rate else RULES[side])
@@ -257,8 +250,7 @@ class Rewrite:
         return self.fmt.render_verification(list(analyses), list(verdicts), whole and all(verdicts))
 
     def analysis_labels(self, problem: Problem, solution: str, analyses: list[str]) -> list[bool]:
-        """Whether what a verification says of each step is right: the rule and its result ("bab:aba"), or "?" where
-        no rule can be applied."""
+        """Whether what a verification says of each step is right: its rule ("bab:aba"), "?" where none fits."""
         truths = [analysed(a, b, true_result)[0] for a, b in self._steps(problem, solution)]
         return [said == truth for said, truth in zip(analyses, truths, strict=False)]
 
@@ -276,5 +268,5 @@ class Rewrite:
 
     def _steps(self, problem: Problem, solution: str) -> list[tuple[str, str]]:
         """Each step of a solution after what stands before it, as texts."""
-        words = [self.fmt.step_body(solution[start:end]) for start, end in self.fmt.step_spans(solution)]
+        words = self.fmt.step_bodies(solution)
         return list(zip([start_of(problem), *words], words, strict=False))

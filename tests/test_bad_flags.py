@@ -39,8 +39,8 @@ TEXTS = ["", "x", "-1", HUGE, "ü💥", "../../etc", "/", "a\0b", "\udcff", "a" 
 ONLY_NUMBERS = {"seed", "num_steps", "num_iterations", "warmup_steps", "save_every", "eval_every", "sample_every",
                 "eval_tokens", "split_tokens", "max_per_task", "max_examples", "max_chars", "doc_cap",
                 "num_scored", "max_rollouts", "max_rows", "max_cached_tokens", "top_k", "micro_batch_tokens",
-                "rows_per_chunk", "from_step", "max_new_tokens", "verifier_shared_layers", "first",
-                "keep"}
+                "rows_per_chunk", "from_step", "own_step", "prover_step", "supervisor_step", "max_new_tokens",
+                "verifier_shared_layers", "first", "keep"}
 FEW = ["-1", "0", HUGE, "ü💥", "FILE"]  # of a flag that was tried with all values in another recipe
 TASK_PREFIXES = tuple(name for name in TASKS if name != "chain")
 

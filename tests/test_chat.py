@@ -1,8 +1,6 @@
 """
 Chat models: chat_eval's scores against naive counts, chat_cli's conversations and verdicts, chat_rl as tango_rl with
 one role.
-
-    python -m pytest tests/test_chat.py
 """
 import argparse
 import io
@@ -88,8 +86,6 @@ def force_picks(monkeypatch, turns: Iterable[list[int]]) -> None:
         return torch.full((len(hidden),), current[position]), torch.zeros(len(hidden))
     monkeypatch.setattr(engine, "pick_after", pick)
 
-
-# chat_eval
 
 def test_lenient_accuracy_stands_beside_pass_at_1_and_says_of_how_many(capsys):
     """Rows: part, right, right in every step, vote, ended, cannot be scored, last numbers."""
@@ -279,7 +275,7 @@ def test_two_ranks_print_the_numbers_of_one(capsys, base, questions):
     (["-m", "0"], ["-m", "0: must be"]),
     (["-m", "126"], ["context 128", "--max-new-tokens"]), (["-t", "-1"], ["--temperature -1"]),
     (["-t", "nan"], ["--temperature nan"]),
-    (["-a", "MMLU", "--choices", "nowhere.jsonl"], ["--choices nowhere.jsonl", "no such file"]),
+    (["-a", "MMLU", "--choices", "nowhere.jsonl"], ["MMLU, nowhere.jsonl", "no such file"]),
     (["-a", "chain", "--choices", __file__], ["--choices", "MMLU"]),
     (["-a", "MMLU", "--choices", __file__], ["MMLU", "must end in"]),
     (["-g", "nobody"], ["nobody", "tiny", "tiny-ver"]), (["-g", "../tiny"], ["-g ../tiny"]),
@@ -307,15 +303,12 @@ RECORDED = [
 
 @pytest.mark.parametrize("changes, words", [
     *RECORDED, ({"max_new_tokens": "96"}, "max_new_tokens is '96', expected a whole number"),
-    ({"max_new_tokens": 0}, "max_new_tokens is 0, expected a whole number from 1"),
     ({"chain_modulus": "x"}, "chain_modulus is 'x', expected a whole number"),
     ({"chain_modulus": 3.0}, "chain_modulus is 3.0, expected a whole number"),
     ({"chain_share": "x"}, "chain_share is 'x', expected a number"),
     ({"chain_answer": "some"}, "chain_answer is 'some', and there are final, all"),
     ({"math_data": "file"}, "math_data is 'file', expected a list of texts"),
-    ({"math_data": []}, "math_data is [], expected a list of texts"),
     ({"seed": "x"}, "seed is 'x', expected a whole number"),
-    ({"seed": 10 ** 30}, f"seed is {10 ** 30}, expected a whole number"),
     ({"seed": False}, "seed is False, expected a whole number"),
     ({"seed": ...}, "seed is None, expected a whole number"),
     ({"max_new_tokens": ...}, "max_new_tokens is None, expected a whole number")])
@@ -331,8 +324,6 @@ def test_what_is_given_stands_for_what_is_recorded(capsys, base):
     given = ["-a", "chain", "--chain-modulus", "3", "--seed", "0", "-m", "20"]
     assert scores(capsys, "-x", "2", *given).keys() == {"chain", "chain, test_out"}
 
-
-# chat_cli
 
 def talk(capsys, monkeypatch, *flags: str, stdin: str = "") -> list[str]:
     """What chat_cli prints, line by line: greedy, with these lines to read."""
@@ -467,8 +458,7 @@ def test_every_message_to_a_model_of_a_task_is_a_problem_of_its_own(capsys, base
                      for text in ("1+1", "2*2", "0-1", PAPER.generator_prompt.format(problem="1"))]
 
 
-@pytest.mark.parametrize("changes, words", [*RECORDED, (
-    {"task": "mixture", "mixture_tasks": "nope,chain"}, "mixture_tasks is 'nope,chain', and there are chain, ")])
+@pytest.mark.parametrize("changes, words", RECORDED)
 def test_the_format_is_that_of_a_task_there_is(capsys, base, monkeypatch, changes, words):
     change_meta(base, **changes)
     path = base / "chatsft_checkpoints" / "tiny" / "meta_000200.json"
@@ -517,7 +507,8 @@ def test_a_message_on_the_command_line_is_never_a_command(capsys, base, tokenize
     assert heard == [tokenizer.render_prompt(word)]
 
 
-def test_a_verifier_of_a_model_without_a_task_needs_a_format(capsys, base, monkeypatch):
+def test_a_verifier_needs_a_format_and_is_of_the_models_stage_or_of_sft(capsys, base, monkeypatch):
+    shutil.copytree(base / "chatsft_checkpoints" / "tiny", base / "chatrl_checkpoints" / "r-gen")
     flags = ["--verifier", "tiny-ver", "-p", "1+1"]
     expected = talk(capsys, monkeypatch, *flags)
     change_meta(base, task=None)
@@ -525,15 +516,10 @@ def test_a_verifier_of_a_model_without_a_task_needs_a_format(capsys, base, monke
     assert "--format paper or lines or compact" in refused(capsys, chat_cli, *flags, "--format", "chat")
     assert talk(capsys, monkeypatch, *flags, "--format", "compact") == expected
     assert talk(capsys, monkeypatch, "-p", "1+1")[0].endswith("; chat")
-
-
-def test_a_verifier_is_one_of_the_models_stage_or_of_sft(capsys, base, monkeypatch):
-    shutil.copytree(base / "chatsft_checkpoints" / "tiny", base / "chatrl_checkpoints" / "r-gen")
     flags = ["-i", "rl", "-g", "r-gen", "-p", "1+1", "--verifier"]
-    expected = talk(capsys, monkeypatch, "--verifier", "tiny-ver", "-p", "1+1")[1:]
-    assert talk(capsys, monkeypatch, *flags, "tiny-ver")[1:] == expected
+    assert talk(capsys, monkeypatch, *flags, "tiny-ver")[1:] == expected[1:]
     shutil.move(base / "chatsft_checkpoints" / "tiny-ver", base / "chatrl_checkpoints" / "r-ver")
-    assert talk(capsys, monkeypatch, *flags, "r-ver")[1:] == expected
+    assert talk(capsys, monkeypatch, *flags, "r-ver")[1:] == expected[1:]
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -550,8 +536,6 @@ def test_input_that_is_no_text_is_refused(capsys, base, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
     assert "UTF-8" in refused(capsys, chat_cli)
 
-
-# chat_rl
 
 def train(base, script, *flags: str) -> list[dict]:
     """A run's log without its timings."""

@@ -143,18 +143,22 @@ def test_what_the_assistant_says_is_trained_and_the_calculators_output_is_not(ba
 
 
 @pytest.mark.parametrize("line, complaint", [
-    ("{", "line 2: no json"),
-    ('"text"', "line 2: not a list of messages"),
-    ('{"conversation": []}', "line 2: not a list of messages"),
+    ("{", "line 2: is no json"),
+    ('"text"', "line 2: something in it is empty or not of the type"),
+    ('{"conversation": []}', "line 2: 'messages' is missing"),
     ('[{"role": "user", "content": "a"}]', "roles must alternate"),
     ('[{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]', "roles must alternate"),
-    ('[{"role": "user", "content": 3}, {"role": "assistant", "content": "a"}]', "not a list of messages"),
+    ('[{"role": "user", "content": 3}, {"role": "assistant", "content": "a"}]',
+     "line 2: the content of message 1 must be a text"),
     ('[{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": "a"}]',
      "line 2: the content of message 1 must be a text"),
-    *[('[{"role": "user", "content": "a"}, {"role": "assistant", "content": [' + part + "]}]",
-       "line 2: the content of message 2 must be a text, or parts of type text, python, python_output with a text")
-      for part in ('"a"', '{"type": "text"}', '{"text": "a"}', '{"type": "image", "text": "a"}',
-                   '{"type": ["text"], "text": "a"}', '{"type": "text", "text": 5}')],
+    *[('[{"role": "user", "content": "a"}, {"role": "assistant", "content": [' + part + "]}]", words)
+      for part, words in (('"a"', "line 2: something in it is"), ('{"type": "text"}', "line 2: 'text' is missing"),
+                          ('{"text": "a"}', "line 2: 'type' is missing"),
+                          ('{"type": ["text"], "text": "a"}', "line 2: something in it is"),
+                          *((part, "line 2: the content of message 2 must be a text, or parts of type text, python, "
+                                   "python_output with a text")
+                            for part in ('{"type": "image", "text": "a"}', '{"type": "text", "text": 5}')))],
 ])
 def test_a_bad_line_of_conversations_is_named(tmp_path, line, complaint):
     path = tmp_path / "bad.jsonl"

@@ -272,32 +272,8 @@ def test_a_runs_state_comes_back_and_makes_its_step_valid():
     assert torch.equal(loaded.pop("torch_rng"), state.pop("torch_rng")) and loaded == state
 
 
-@pytest.mark.parametrize("experiment, expected", [
-    (None, ["chatsft_checkpoints/d2/model_000007.pt", "base_checkpoints/d2", "chatrl_checkpoints/d2", "runs/x",
-            "tokenizer"]),
-    ("mine", ["experiments/mine/d2/sft/model_000007.pt", "experiments/mine/d2/base", "experiments/mine/d2/rl",
-              "experiments/mine/runs/x", "experiments/mine/tokenizer"])])
-def test_one_function_knows_both_layouts(base, monkeypatch, experiment, expected):
-    """The second is upstream's pull request 800: experiments/<name>/<tag>/<stage>."""
-    if experiment:
-        monkeypatch.setenv("NANOCHAT_EXPERIMENT", experiment)
+def test_one_function_knows_the_layout(base):
     assert [path_of("sft", "d2", "model_000007.pt"), path_of("base", "d2"), path_of("rl", "d2"), path_of("runs", "x"),
-            path_of("tokenizer")] == [str(base / path) for path in expected]
-
-
-def test_the_announced_layout_is_listed_loaded_and_kept_apart(base, monkeypatch):
-    model = saved_model()
-    monkeypatch.setenv("NANOCHAT_EXPERIMENT", "mine")
-    assert list_tags("sft") == []
-    save_model("sft", "d3", 5, model, {})
-    save_model("base", "d4", 5, model, {})
-    os.makedirs(path_of("runs", "d9"))
-    assert (list_tags("sft"), list_tags("base"), default_tag("sft")) == (["d3"], ["d4"], "d3")
-    loaded, meta = load_model("sft", "d3", "cpu", FP32)
-    assert meta["step"] == 5 and all(torch.equal(a, b)
-                                     for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
-    monkeypatch.setenv("NANOCHAT_EXPERIMENTS_DIR", str(base / "elsewhere"))
-    assert list_tags("sft") == [] and path_of("base", "d1") == str(base / "elsewhere" / "mine" / "d1" / "base")
-    monkeypatch.setenv("NANOCHAT_EXPERIMENT", "../x")
-    with pytest.raises(BadInput, match="NANOCHAT_EXPERIMENT ../x"):
-        path_of("tokenizer")
+            path_of("tokenizer")] == [str(base / path) for path in (
+                "chatsft_checkpoints/d2/model_000007.pt", "base_checkpoints/d2", "chatrl_checkpoints/d2", "runs/x",
+                "tokenizer")]

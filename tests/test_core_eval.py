@@ -267,8 +267,8 @@ def entry(text: str) -> str:
 GOOD_LINE = '{"query": "q", "choices": ["a", "b"], "gold": 0}\n'
 MALFORMED = {  # a file of the folder -> contents, None where it is absent, and what the line says
     "yaml": [
-        (None, "cannot read .*core.yaml"), ("a: [\n1", "core.yaml: while parsing"), ("- 1", "core.yaml: "),
-        ("", "core.yaml: "), ("icl_tasks: []", "core.yaml: icl_tasks are none"), (b"\xff", "core.yaml: not UTF-8"),
+        (None, "core.yaml: No such file"), ("a: [\n1", "core.yaml: while parsing"), ("- 1", "core.yaml: "),
+        ("", "core.yaml: "), ("icl_tasks: []", "core.yaml: icl_tasks are none"), (b"\xff", "core.yaml: is no text"),
         ("icl_tasks: [1]", "core.yaml: "), (entry("label: text"), "core.yaml: 'icl_task_type'"),
         (YAML.replace("schema, icl", "text, icl"), "core.yaml: .* two of them have one label"),
         (YAML.replace("dataset_uri: schema.jsonl", "dataset_uri: 3"), "core.yaml: "),
@@ -277,12 +277,12 @@ MALFORMED = {  # a file of the folder -> contents, None where it is absent, and 
           for kind in ("sums", "[1]")),
         *((YAML.replace("[1]", shots), "core.yaml: ") for shots in ("1", "[-1]", "[]", "[true]"))],
     "csv": [
-        (None, "cannot read .*eval_meta_data.csv"), ("", "choice: eval_meta_data.csv has no random baseline"),
+        (None, "eval_meta_data.csv: No such file"), ("", "choice: eval_meta_data.csv has no random baseline"),
         ("Eval Task,b\nx,1\n", "csv: line 2: .*'Random baseline'"), (CSV.replace("50", "100"), "no random baseline"),
         (CSV.replace("50", "half"), "csv: line 4: .* 'half'"), (CSV.replace("50", ""), "schema: .* no random baseline"),
         (CSV.replace("text,z,0\n", ""), "text: .* no random baseline")],
     "text": [
-        (None, "cannot read .*text.jsonl"), ("", "text.jsonl: line 1 is no example"),
+        (None, "text.jsonl: No such file"), ("", "text.jsonl: line 1 is no example"),
         ('{"context": "c"}', "text.jsonl: line 1 is no example: 'continuation'")],
     "schema": [('{"continuation": "c"}', "'context_options'")],
     "choice": [

@@ -1,6 +1,4 @@
-"""
-The pages, README.md and dev/*.md: commands have flags that exist, links lead somewhere, and lines are short.
-"""
+"""The pages, README.md and dev/*.md: commands have flags that exist, links lead somewhere, and lines are short."""
 import contextlib
 import functools
 import importlib
@@ -45,8 +43,6 @@ def without_code(text: str) -> str:
     text = re.sub(r"(?<=\n\n)(?: {4}.*\n?)+", "", text)
     return re.sub(r"(`+)(?!`)(?:(?!\n\n).)+?(?<!`)\1(?!`)", "", text, flags=re.DOTALL)
 
-
-# Commands
 
 class Command(NamedTuple):
     """A command as a shell would run it. base: its NANOCHAT_BASE_DIR; is_nested: it is in a script that a page's
@@ -253,8 +249,6 @@ def test_quick_commands_run_as_printed(commands, monkeypatch, capsys):
     assert done == set(RUN)
 
 
-# Links
-
 def anchors_of(text: str) -> set[str]:
     """The anchors of a page's headings by GitHub's rule: lower case, spaces to hyphens, no punctuation but - and _;
     one that is there already gets a number."""
@@ -300,18 +294,13 @@ def test_lines_are_short(page):
                 and not any("://" in word and len(word) > COLUMNS for word in line.split())]
 
 
-def test_the_readme_is_short():
+def test_the_readme_and_entries_of_the_log_are_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
-
-
-def test_entries_of_the_log_are_short():
     text = (ROOT / "dev" / "LOG.md").read_text(encoding="utf-8")
     entries = [entry.partition("\n") for entry in re.split(r"^## ", text, flags=re.MULTILINE)[1:]]
     sizes = {title: len(body.strip().splitlines()) for title, _, body in entries}
     assert sizes and not {title: size for title, size in sizes.items() if size > ENTRY_LINES}
 
-
-# Names
 
 @functools.cache
 def flags_there_are() -> set[str]:

@@ -23,10 +23,9 @@ from nanochat import core_eval
 from nanochat.checkpoint import load_meta
 from nanochat.common import BadInput, Diverged
 from nanochat.dataloader import open_rows
-from nanochat.hf.files import find_folder, read_json
-from nanochat.hf.tokenizer import load_tokenizer, parse_json
+from nanochat.hf.files import find_folder
+from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.learn import trainer
-from nanochat.rl.report import report
 from nanochat.rl.run import steps
 from nanochat.rl.run.progress import health_warnings
 from nanochat.rl.run.resume import read_config
@@ -255,9 +254,7 @@ def config_of_run(path) -> dict:
 JSON_READERS = {
     "a model's meta": lambda path: load_meta(str(path)), "a run's configuration": config_of_run,
     "a run's records": lambda path: files.read_records(str(path)),
-    "a report's file": lambda path: report.read_json(str(path)),
-    "an imported model's configuration": lambda path: read_json(str(path)),
-    "an imported tokenizer's configuration": lambda path: parse_json(str(path), path.read_bytes()),
+    "a report's file or a model's configuration": lambda path: files.read_json(str(path)),
     "conversations": lambda path: load_conversations([str(path)]),
     "examples of CORE": lambda path: core_eval.read_items(str(path), "multiple_choice"),
 }

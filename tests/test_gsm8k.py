@@ -55,9 +55,6 @@ def problem_of(question_and_worked) -> Problem:
     return Problem("sft", 0, question_and_worked[0], gold_answer(question_and_worked[1]))
 
 
-# Reading the files
-
-
 def test_what_is_dropped_is_told(task, tmp_path, capsys):
     """No gold answer, two of them; a train problem that is in the test file too is held out."""
     (question, worked), held = worded(0, "train"), worded(0, "test")
@@ -72,14 +69,11 @@ def test_what_is_dropped_is_told(task, tmp_path, capsys):
     assert task.num_dropped == 2 and len(task.worked) == 301
 
 
-def test_train_is_dealt_to_sft_and_rl_and_test_to_the_test_splits(task):
+def test_a_problem_is_a_function_of_seed_split_and_index(task):
     assert all(question.startswith("test") == split.startswith("test") for split in SPLITS
                for question in task.splits[split] if question != CLIPS[0])
     assert sum(map(len, task.splits.values())) == len({question for split in SPLITS
                                                        for question in task.splits[split]}) == 301
-
-
-def test_a_problem_is_a_function_of_seed_split_and_index(task):
     again, other = (GSM8K.__new__(GSM8K) for _ in range(2))
     for made, seed in ((again, 0), (other, 1)):
         made.__dict__ = {**vars(task), "seed": seed}
@@ -105,15 +99,14 @@ def test_files_that_cannot_be_used_are_bad_input(tmp_path):
     refuses("left for split sft .*, 1 of the 1 train questions are in test too")
     for message, train in (
             ("has no column 'answer', only question, solution", '{"question": "What?", "solution": "3"}\n'),
-            ("row 2 of train has no text for question or answer", row + row.replace('"What?"', "null")),
+            ("row 2: something in it is empty", row + row.replace('"What?"', "null")),
+            ("row 2: has no text for question or answer", row + row.replace('"What?"', '" "')),
             ("row 1: is no text in UTF-8", row.replace("What", "é").encode("latin1")),
             ("is no json of rows: it begins with b'not json", "not json\n"),
-            ("line 3: is no json: Expecting ':' delimiter, column 31$", row + "\n" + row[:30]),
+            ("line 3: is no json: Expecting ':' delimiter: line 1 column 31", row + "\n" + row[:30]),
             ("line 2: is no json object$", "\ufeff" + row + "[3]\n"), ("line 2: ", row + "[" * 10 ** 5)):
         refuses(f"train.jsonl: {message}", train)
 
-
-# Numbers and outcomes
 
 def test_a_number_is_one_plain_number():
     for text, value in {"18": 18, "18.0": 18, "$18": 18, " 1,000 ": 1000, "-$1,234.50": "-1234.5", ".5": "0.5",
@@ -136,8 +129,6 @@ def test_the_outcome_is_the_number(task):
                  "\\boxed{72} <answer>\\boxed{24}</answer>"):
         assert task.check(problem, text) is False, text
 
-
-# Equations
 
 @pytest.mark.parametrize("text, found", [
     ("so 48 / 2 = $26", [("48/2", "26", False)]),
@@ -172,8 +163,6 @@ def test_a_slip_is_another_number_of_the_same_form(shown):
     assert shown != "24" or slips == {"23", "25", "240", "42"}
     assert shown != "1,000" or {"999", "1,001", "10,000"} <= slips
 
-
-# Demonstrations
 
 def test_a_solution_demo_is_the_worked_solution_without_marks(task):
     """Whose steps have no labels: scores leave them out."""
@@ -255,8 +244,6 @@ def test_any_text_gets_a_verification_in_format(task, solution):
     verification = parse_verification(task.fmt, task.verification_demo(problem, solution, random.Random(0)), num_steps)
     assert verification.unmet == () and verification.verdict is task.check(problem, solution)
 
-
-# The real files
 
 @pytest.mark.skipif(not os.path.isdir(REAL), reason=f"{REAL} is absent: set NANOCHAT_DATA")
 def test_all_real_golds_are_read_and_the_splits_share_nothing():

@@ -105,7 +105,7 @@ def test_a_corrupted_solution_is_right_or_wrong_in_either_way():
     assert found == {(True, True), (True, False), (False, True), (False, False)}
 
 
-def test_a_problem_is_two_of_chains():
+def test_a_problem_is_two_of_chains_and_without_letters_there_is_nothing_to_agree_on():
     task = task_of("halves", "--chain-answer", "all")
     chain = task_of("chain", "--chain-answer", "final")
     for i in range(20):
@@ -114,9 +114,6 @@ def test_a_problem_is_two_of_chains():
                                                 f"{left.answer},{right.answer}")
     others = flags_of_others("halves")  # the flags of chain are its own
     assert "chain_" not in others and "halves_" not in others and "brittle_" in others
-
-
-def test_with_one_letter_or_none_there_is_nothing_to_agree_on():
     for letters, letter, other in (("1", "a", ""), ("0", "", "a")):
         task = task_of("halves", *SURE, "--halves-letters", letters)
         problem = task.problem("sft", 0)

@@ -135,8 +135,6 @@ def test_angles_are_fp32_numbers_whatever_the_activations():
         assert all(x.dtype == given and torch.equal(x, y.to(given)) for x, y in zip(ours, exact, strict=True))
 
 
-# Configurations
-
 def in_the_style_of_transformers_4(config, key="type"):
     """config.json as transformers 4 wrote it, from a configuration of transformers 5."""
     old = {name: value for name, value in config.to_dict().items()
@@ -196,8 +194,6 @@ def test_what_a_configuration_leaves_out_is_as_transformers_has_it(tmp_path):
                 == (family == "qwen2", False, False, family == "qwen3"))
 
 
-# Sampling
-
 LENGTHS = (1, 40, 2, 17, 33, 7)
 SAMPLED = {"llama": dict(seed=1, head=2.0, head_dim=32, num_key_value_heads=1),
            "qwen2": dict(seed=3, head=2.0, num_key_value_heads=4),
@@ -249,8 +245,6 @@ def test_greedy_text_and_logprobs_equal_transformers(family, tmp_path):
             expected = logprobs.gather(1, torch.tensor(tokens[:length])[:, None])[:, 0]
             assert (out.logprobs[row, :length] - expected).abs().max() < 1e-4
 
-
-# Caches and shared prompts, in float64: only the cos and sin of rotary angles are fp32 numbers.
 
 def small_config(family, **changes):
     config = dict(architecture=family, sequence_len=256, vocab_size=265, n_layer=3, n_head=4, n_kv_head=2, n_embd=48,
@@ -360,8 +354,6 @@ def test_recomputed_blocks_give_the_same_gradients_and_keep_less(family):
         assert torch.isfinite(completion_hidden(model, batch)).all()
     assert len(calls) == 6
 
-
-# The rest
 
 @pytest.mark.parametrize("dtype, given", [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
 def test_activations_have_the_compute_dtype_but_for_bf16_on_cpu_and_parameters_keep_theirs(dtype, given):

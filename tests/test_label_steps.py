@@ -1,6 +1,4 @@
-"""
-label_steps: formulas by hand, the search against a scan, estimates against exact enumeration, files and refusals.
-"""
+"""label_steps: formulas by hand, the search against a scan, estimates against exact enumeration, files and refusals."""
 import json
 import math
 import os
@@ -53,26 +51,18 @@ def chain() -> Chain:
     return make_task(parse(chat_sft, [*TASK_FLAGS, "--role", "generator"]))
 
 
-# Formulas
-
-def test_math_shepherd_asks_after_every_step_and_is_hard_or_soft():
+def test_labels_of_hand_vectors():
     values = [0.9, 0.25, 0.0, 1.0]  # the empty prefix is not asked for
     assert labels_of("math_shepherd", values) == ([1.0, 0.0, 1.0], [1, 2, 3])
     assert labels_of("math_shepherd_soft", values) == ([0.25, 0.0, 1.0], [1, 2, 3])
     assert any_right([0.0, 1e-9]) == [0.0, 1.0]
-
-
-def test_relative_progress_of_a_hand_vector():
-    """.8 / 1 = .8 counts; .5 / .8 = .625 does not; .9 / .5 = 1.8 does; 0 / .9 does not, nor anything after it, though
-    the last one comes back."""
+    # .8 / 1 = .8 counts; .5 / .8 = .625 does not; .9 / .5 = 1.8 does; 0 / .9 does not, nor anything after it,
+    # though the last one comes back.
     values = [1.0, 0.8, 0.5, 0.9, 0.0, 0.0, 0.5]
     assert labels_of("rpe", values) == ([1.0, 0.0, 1.0, 0.0, 0.0, 0.0], [0, 1, 2, 3, 4, 5, 6])
     assert relative_progress([0.0, 0.5, 0.5]) == [0.0, 0.0]  # MC_0 = 0
     # 8 of 25 after 10 of 25 is .8, which floats take for less; 7 of 25 is less
     assert relative_progress([10 / 25, 8 / 25, 8 / 25]) == [1.0, 1.0] and relative_progress([0.4, 0.28]) == [0.0]
-
-
-def test_gains_are_differences():
     values = [Fraction(n, 7) for n in (3, 1, 6, 0, 5)]
     assert gains(values) == [Fraction(-2, 7), Fraction(5, 7), Fraction(-6, 7), Fraction(5, 7)]
     for method in ("pav", "information_gain"):
@@ -85,9 +75,6 @@ def test_the_search_finds_the_scans_first_error_with_a_logarithm_of_its_prefixes
         labels, asked = labels_of("omega_prm", values)
         assert labels == labels_of("math_shepherd", values)[0] == [float(k < error) for k in range(1, num_steps + 1)]
         assert len(asked) <= math.ceil(math.log2(num_steps + 1)) and 0 not in asked
-
-
-def test_the_search_ends_where_the_value_falls_to_0_on_any_vector():
     for pattern in product([0.0, 0.5], repeat=5):
         labels, _ = labels_of("omega_prm", [1.0, *pattern])
         error = labels.index(0.0) if 0.0 in labels else 5
@@ -124,8 +111,6 @@ def test_agreement_by_hand():
     assert agreement([], [], 0.5)["accuracy"] is None
 
 
-# The gold answer
-
 @torch.no_grad()
 def test_the_forced_answer_is_scored_as_a_plain_forward_scores_it():
     model, prompts, answers = random_model(), [[5, 1, 4], [5, 1, 4, 1, 5, 3, 2], [5]], [[0, 6], [1, 0, 6], [6]]
@@ -140,8 +125,6 @@ def test_an_answer_is_forced_in_the_tasks_format_and_its_opening_is_not_scored(b
         assert (tokenizer.decode(given), tokenizer.decode(scored[:-1])) == (opening, rest)
         assert scored[-1] == tokenizer.stop_tokens[0]
 
-
-# Prefixes
 
 def crafted(base) -> tuple:
     """The crafted generator, its sampler, and three solutions of each of some problems."""
@@ -221,8 +204,6 @@ def test_prompts_that_a_longer_one_begins_with_are_told():
     assert are_held([b, a, [1, 2, 3, 4], [2], a, [1, 3]]) == [True, True, False, False, True, False]
     assert are_held([]) == [] and share_right(8, 3) == 3 / 8
 
-
-# The script
 
 def run(out, *flags: str) -> tuple[list[dict], dict]:
     """The lines and the summary that a call writes."""
@@ -324,8 +305,6 @@ GOOD = {"split": "rl", "index": 0, "prompt": "P", "solution": "1+1:2;=2"}
     (["--method", "pav", "--best-of", "5"], None, ["--best-of 5", "--num-completions is 4"]),
     (["--prover-tag", "tiny-ver"], None, ["--prover-tag tiny-ver", "math_shepherd", "no prover"]),
     (["--method", "pav", "--prover-tag", "nobody"], None, ["nobody", "tiny-ver"]),
-    (["--method", "pav", "--prover-step", "200"], None, ["--prover-step 200", "--prover-tag"]),
-    (["--supervisor-source", "rl"], None, ["--supervisor-source rl", "--supervisor-tag"]),
     (["--step", "7"], None, ["no step 7", "200"]),
     (["--solutions", "there.jsonl", "--num-problems", "3"], [GOOD], ["--num-problems: is of solutions that are"]),
     (["--out", "a.json"], None, ["--out a.json", ".jsonl"]),

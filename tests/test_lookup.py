@@ -29,8 +29,6 @@ def demos(task, part: str, num: int = 300) -> list:
     return [(problem, getattr(task, part)(problem, random.Random(i))) for i, problem in enumerate(problems)]
 
 
-# Facts and problems
-
 @pytest.mark.parametrize("num_keys, hops", [(26, 1), (26, 2), (60, 3), (676, 1)])
 def test_every_key_leads_to_a_digit_in_as_many_hops_as_its_level(num_keys, hops):
     facts, others = facts_of(0, num_keys, hops, 10)
@@ -72,8 +70,6 @@ def test_the_gold_answer_of_any_text():
     assert not [part for part in ("variants", "violations", "principle_of", "revise_demo") if hasattr(task, part)]
 
 
-# What a search finds
-
 def test_what_is_found():
     """By the task's own tool too; and what a document says of a key."""
     task = by_hand()
@@ -100,8 +96,6 @@ def test_noise_is_true_whole_and_never_the_same_key_twice(flags):
         assert sum(entry is not None for entry in entries) == 1 + task.noise
         assert all(entry in (None, task.facts[other]) for entry, other in zip(entries, task.facts, strict=True))
 
-
-# Labels
 
 @pytest.mark.parametrize("solution, errors", [
     (RIGHT, [None] * 4),
@@ -144,8 +138,6 @@ def test_any_text_has_a_label_for_each_step_and_can_be_judged_and_corrupted(text
 TASK = by_hand()
 
 
-# Demonstrations
-
 @pytest.mark.parametrize("flags", [[], NOISY, ["--lookup-keys", "60", "--lookup-hops", "3", "--lookup-noise", "4"]])
 def test_sure_demonstrations_are_right_in_every_step(flags):
     task = task_of("lookup", *SURE, *flags)
@@ -169,7 +161,7 @@ def test_verifications_written_by_hand(solution, verification):
     assert all(task.analysis_labels(PROBLEM, solution, analyses))
 
 
-def test_memory_is_wrong_about_a_share_of_the_facts():
+def test_shares_of_wrong_facts_of_recalled_keys_and_of_right_solutions():
     task = task_of("lookup", "--chain-share", "0", "--lookup-wrongness", "1", "--lookup-recall-share", "0")
     assert len(task.wrong_facts) == len(task.verifier_wrong_facts) == round(0.35 * 26)
     assert task.wrong_facts != task.verifier_wrong_facts
@@ -178,16 +170,10 @@ def test_memory_is_wrong_about_a_share_of_the_facts():
         for step, error in zip((text[s:e] for s, e in task.fmt.step_spans(text)), errors, strict=True):
             if step.startswith("<"):
                 assert (error == "information") == (step[1] in task.wrong_facts)
-
-
-def test_a_share_of_the_keys_is_used_from_memory():
     task = task_of("lookup", "--lookup-recall-share", "0.3")
     pairs = demos(task, "solution_demo", 500)
     num_keys = sum(operand in task.facts for problem, _ in pairs for _, operand in task._terms(problem.prompt))
     assert abs(sum(text.count("<") for _, text in pairs) / num_keys - 0.7) < 0.04  # over three standard errors
-
-
-def test_over_half_of_the_corrupted_solutions_are_right():
     task = task_of("lookup")
     outcomes = [all(task.step_labels(*pair)) and task.check(*pair) for pair in demos(task, "corrupted_solution")]
     assert 0.5 < sum(outcomes) / len(outcomes) < 0.9

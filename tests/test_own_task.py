@@ -225,8 +225,6 @@ def test_a_stop_is_looked_for_while_problems_are_built(base, capsys, monkeypatch
 
 @pytest.mark.parametrize("changes, words", [
     ({"fmt": "x"}, "needs a name (text) and a fmt"), ({"name": None}, "needs a name (text) and a fmt"),
-    ({"__init__": lambda self, args: None}, "its class must take (args, seed)"),
-    ({"check": lambda self, problem: True}, "check must take (problem, solution)"),
     ({"problem": lambda self, split, index: Problem(split, index, "\udcff", "3")}, "prompt and answer are text"),
     ({"check": None}, "has no method check"), ({"verification_demo": 3}, "has no method verification_demo"),
     ({"problem": lambda self, split, index: Problem(split, index, "1+2", 3)}, "prompt and answer are text"),

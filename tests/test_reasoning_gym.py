@@ -49,8 +49,6 @@ def solution_of(task, *steps: str, answer: str = "1") -> str:
     return task.fmt.render_solution(list(steps), answer)
 
 
-# Problems
-
 @pytest.mark.parametrize("name", ["gsm_symbolic", "chain_sum"])
 def test_a_problem_is_a_function_of_seed_split_and_index(name):
     problems = {}
@@ -118,8 +116,6 @@ def test_short_problems_are_those_of_the_templates_with_few_lines():
         assert short.problem(split, 0) == problems[0]
 
 
-# Demonstrations
-
 @EVERY_FORMAT
 @pytest.mark.parametrize("split", SPLITS)
 def test_demonstrations_end_in_the_gold_answer_and_are_right_in_every_step(task, split):
@@ -155,8 +151,6 @@ def test_wrong_answers_are_wrong(task):
                           "about": False, "{} or 3": False}.items():
         assert task.check(problem, solution_of(task, answer=answer.replace("{}", problem.answer))) is right
 
-
-# Equations and step labels
 
 @pytest.mark.parametrize("line, found", [
     ("240 mushroom / 4 mushroom/minute = 60 minutes", [("240/4", "60", True)]),
@@ -223,8 +217,6 @@ def test_hostile_lines_have_labels_soon(task):
         assert len(labels_of(task, problem, solution_of(task, text))) == 1
 
 
-# Other sets
-
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_sets_are_scored_by_the_library(name):
     made = task_of("--reasoning-gym-name", name)
@@ -275,8 +267,6 @@ def test_out_options_make_test_out_harder():
     assert made.check(problem, made.solution_demo(problem, None)) is True
 
 
-# What is refused
-
 @pytest.mark.parametrize("flags, words", [
     (["--reasoning-gym-name", "sums"], "--reasoning-gym-name sums: there are ab, "),
     (["--reasoning-gym-name", "countdown"], "countdown: its scorer runs an answer as a program"),
@@ -286,17 +276,14 @@ def test_out_options_make_test_out_harder():
     (["--reasoning-gym-options", "size=3"], "--reasoning-gym-options size=3: expected KEY=VALUE, where KEY is one of: "
                                             "difficulty"),
     (["--reasoning-gym-options", "difficulty"], "difficulty: expected KEY=VALUE"),
-    (["--reasoning-gym-options", "difficulty=hard"], "difficulty=hard: expected a value like 1.0"),
-    (["--reasoning-gym-options", "difficulty=2"], "difficulty=2: cannot be made: assert 1.0 <= self.difficulty"),
-    (["--reasoning-gym-name", "chain_sum", "--reasoning-gym-options", "min_terms=true"], "a value like 2"),
+    (["--reasoning-gym-options", "difficulty=hard"], "difficulty=hard: cannot be made: '<=' not supported"),
+    (["--reasoning-gym-options", "difficulty=2"], "difficulty=2: cannot be made: AssertionError"),
     (["--reasoning-gym-name", "chain_sum", "--reasoning-gym-options", "min_terms=9"],
      "--reasoning-gym-name chain_sum --reasoning-gym-options min_terms=9: cannot be made: max_terms must be"),
     (["--reasoning-gym-name", "chain_sum", "--reasoning-gym-out-options", "terms=9"],
      "--reasoning-gym-out-options terms=9: expected KEY=VALUE"),
-    (["--reasoning-gym-out-options", "difficulty=1"], "test_out of gsm_symbolic is other templates"),
     (["--reasoning-gym-most-lines", "1"], "most-lines 1: no problem is as short; the least is 2"),
     (["--reasoning-gym-most-lines", "-1"], "most-lines -1: no problem is as short; the least is 2"),
-    (["--reasoning-gym-most-lines", "2", "--reasoning-gym-name", "chain_sum"], "is of gsm_symbolic, and chain_sum has"),
 ])
 def test_a_set_or_an_option_that_cannot_be_is_one_line(flags, words):
     with pytest.raises(BadInput) as error:
@@ -322,8 +309,6 @@ def test_options_that_a_checkpoint_was_made_with_are_taken_from_it():
                               "reasoning_gym_out_options": ["min_terms=5"]})
     assert (args.reasoning_gym_options, args.reasoning_gym_out_options) == ([], ["min_terms=5"])
 
-
-# Strict and lenient
 
 @pytest.mark.parametrize("text, gold, lenient, strict", [
     ("<think></think><answer>\\boxed{18}</answer>", "18", True, True), ("\\boxed{18}", "18", True, True),

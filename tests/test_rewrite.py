@@ -30,20 +30,14 @@ def permutation(word: str) -> tuple[int, ...]:
     return tuple(things)
 
 
-# The kernel accepts no false theorem
-
-
-def test_no_step_between_short_words_is_accepted_that_is_false():
+def test_steps_and_normal_forms_of_all_short_words():
     """All 121 x 121 pairs of words of at most 4 letters, and every step from the 1093 words of at most 6."""
     meant = {word: permutation(word) for word in words(6)}
     short = words(4)
     accepted = [(a, b) for a in short for b in short if follows(written(a), written(b))]
     assert len(accepted) > 100 and all(meant[a] == meant[b] for a, b in accepted)
     assert all(meant[word] == meant[x + RULES[side] + y] for word in meant for x, side, y in rewritings(word))
-
-
-def test_words_have_the_same_normal_form_iff_they_are_the_same_permutation():
-    """All 3280 words of at most 7 letters: 24 permutations, 24 normal forms, which no rule can be applied to."""
+    # All 3280 words of at most 7 letters: 24 permutations, 24 normal forms, which no rule can be applied to.
     pairs = {(permutation(word), normal_form(word)) for word in words(7)}
     assert len(pairs) == len({meant for meant, _ in pairs}) == len({form for _, form in pairs}) == 24
     assert not any(rewritings(form) for _, form in pairs)
@@ -89,20 +83,14 @@ def test_hostile_texts():
         assert task.check(THEOREM, text) is False, text
 
 
-def test_what_is_no_theorem_has_no_proof():
+def test_what_words_theorems_and_rewritings_are():
     for theorem in ("", ":", "a", "a:", ":a", "aa:1:1", "aa:x", "x:x", "aa:1;", "1 :1", "A:A"):
         goal = theorem.partition(":")[2]
         for text in ("", "=", f"={goal}", f"{goal};={goal}", "1;=1", "=1", "a;=a"):
             assert not accepts(theorem, text)
-
-
-def test_a_word_is_letters_or_the_1_of_the_empty_one():
     assert [word_of(text) for text in ("1", "a", "abc")] == ["", "a", "abc"]
     assert {word_of(text) for text in ("", "11", "a1", "d", "a b", "a\n", "A")} == {None}
     assert all(word_of(written(word)) == word for word in words(3))
-
-
-def test_every_way_to_apply_a_rule_is_found():
     assert [x + RULES[side] + y for x, side, y in rewritings("bbcac")] == ["cac", "bbacc"]
     assert [x + RULES[side] + y for x, side, y in rewritings("aaaa")] == ["aa"] * 3
     assert rewritings("") == rewritings("abc") == []
@@ -112,9 +100,7 @@ def test_every_way_to_apply_a_rule_is_found():
         assert {x + RULES[side] + y for x, side, y in rewritings(word)} == naive
 
 
-# Theorems
-
-def test_theorems_are_true_and_take_a_step():
+def test_theorems_are_true_take_a_step_and_are_as_long_as_the_split_says():
     task = task_of("rewrite")
     for split in ("sft", "rl", "test_in", "test_out"):
         for i in range(50):
@@ -122,9 +108,6 @@ def test_theorems_are_true_and_take_a_step():
             start, goal = problem.prompt.split(":")
             assert REDEX.search(start) and goal == problem.answer
             assert permutation(word_of(start)) == permutation(word_of(goal))
-
-
-def test_words_are_as_long_as_the_split_says():
     task = task_of("rewrite", "--rewrite-min-letters", "4", "--rewrite-max-letters", "6")
     lengths = {split: [len(task.problem(split, i).prompt.partition(":")[0]) for i in range(300)]
                for split in ("sft", "rl", "test_in", "test_out")}
@@ -158,8 +141,6 @@ def test_each_kind_of_variant_by_hand():
         assert all(task_of("rewrite").variants(problem, random.Random(k)).prompt != problem.prompt for k in range(50))
 
 
-# Labels
-
 @pytest.mark.parametrize("solution, errors", [
     (PROOF, [None, None, None]),
     ("cac;a;=a", [None, "jump"]),
@@ -181,9 +162,6 @@ def test_an_accepted_text_has_right_steps_and_a_rejected_one_a_wrong_step_or_end
         text = task.corrupted_solution(problem, random.Random(i))
         ended = text.endswith(f";{problem.answer};={problem.answer}") or text == f"{problem.answer};={problem.answer}"
         assert task.check(problem, text) is (all(task.step_labels(problem, text)) and ended)
-
-
-# Demonstrations
 
 
 def test_demonstrations_show_a_misconceived_fact_wrongly_as_often_as_asked_and_others_never():

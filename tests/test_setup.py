@@ -91,9 +91,7 @@ def test_an_installation_that_failed_is_not_taken_for_one(project, command, code
     assert start(project).wait() == 0 and installs(project) == 1 + was_there
 
 
-# What is set in the environment
-
-SHOW = 'set -euo pipefail; source "$0"; printf "%s|%s" "${NANOCHAT_BASE_DIR-none}" "${NANOCHAT_EXPERIMENTS_DIR-none}"'
+SHOW = 'set -euo pipefail; source "$0"; printf %s "${NANOCHAT_BASE_DIR-none}"'
 
 
 def test_a_folder_is_meant_from_where_the_user_is(project, tmp_path):
@@ -103,8 +101,8 @@ def test_a_folder_is_meant_from_where_the_user_is(project, tmp_path):
     for given, meant in {"my base": "{here}/my base", "./b": "{here}/./b", "~/my base": "/home/me&/my base",
                          "~": "/home/me&", "/a b/~/c": "/a b/~/c", "a~/b": "{here}/a~/b", "": "", None: "none"}.items():
         shown = start(project, SHOW.replace("$0", f"{project}/runs/setup.sh"), here, HOME="/home/me&",
-                      NANOCHAT_BASE_DIR=given, NANOCHAT_EXPERIMENTS_DIR=given).communicate()
-        assert shown == ("|".join([meant.format(here=here)] * 2), "")
+                      NANOCHAT_BASE_DIR=given).communicate()
+        assert shown == (meant.format(here=here), "")
 
 
 def test_what_the_environment_cannot_have_is_one_line(project):
@@ -112,7 +110,6 @@ def test_what_the_environment_cannot_have_is_one_line(project):
     for env, said in (
             ({"HOME": None, "NANOCHAT_BASE_DIR": None}, home), ({"HOME": "", "NANOCHAT_BASE_DIR": ""}, home),
             ({"HOME": None, "NANOCHAT_BASE_DIR": "~/b"}, home),
-            ({"HOME": None, "NANOCHAT_BASE_DIR": "/b", "NANOCHAT_EXPERIMENTS_DIR": "~/b"}, home),
             *(({"NPROC": number}, f"NPROC={number}: must be a number from 1 to 9999")
               for number in ("abc", "0", "-1", "2.5", "1 2", "99999"))):
         script = start(project, **env)
@@ -200,8 +197,6 @@ def test_a_script_runs_with_the_package_beside_it(tmp_path):
                            f"{tmp_path}: install it with `pip install -e {tmp_path}`, or set PYTHONPATH={tmp_path}\n")
     assert run(tmp_path).returncode == 0
 
-
-# Ctrl-C while a program imports
 
 SLOW = """import sys, time
 sys.stderr.write("importing\\n"); sys.stderr.flush()

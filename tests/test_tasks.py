@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -21,7 +20,6 @@ from tasks.chain import STEP
 from tasks.common import Problem, check_answer, epoch_order, nth_of_epochs
 from tasks.competition import Competition
 from tasks.formats import COMPACT, PAPER, Format
-from tasks.mixture import PARTS
 
 SPLITS = ("sft", "rl", "test_in", "test_out")
 # the others need their data or library: test_gsm8k.py, test_competition.py, test_reasoning_gym.py
@@ -63,8 +61,6 @@ def write_words(path, words) -> str:
     return str(path)
 
 
-# Adding a task
-
 @EVERY_TASK
 def test_a_task_has_a_name_and_a_format_and_its_flags_begin_with_its_name(name):
     task = task_of(name)
@@ -75,12 +71,11 @@ def test_a_task_has_a_name_and_a_format_and_its_flags_begin_with_its_name(name):
     assert flags and all(flag.startswith(f"--{name.replace('_', '-')}-") for flag in flags)
 
 
-@pytest.mark.parametrize("kind", [TASKS[name] for name in (*GENERATED, "gsm8k", "reasoning_gym")] + [Competition])
+@pytest.mark.parametrize("kind", [TASKS[name] for name in (*GENERATED, "gsm8k", "reasoning_gym")
+                                  if name not in ("brittle", "mixture")] + [Competition])
 def test_a_task_has_the_methods_of_chain(kind):
-    for name, parameters in TASK_METHODS.items():
-        method = inspect.signature(getattr(kind, name))
-        assert method == inspect.signature(getattr(TASKS["chain"], name)), name
-        assert list(method.parameters) == ["self", *parameters.split(", ")]
+    for name in TASK_METHODS:
+        assert inspect.signature(getattr(kind, name)) == inspect.signature(getattr(TASKS["chain"], name)), name
 
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name not in (*GENERATED, "reasoning_gym")])
@@ -90,8 +85,6 @@ def test_a_task_of_a_data_set_has_one_flag_for_its_sources(name):
     flags = {flag for flag in parser._option_string_actions if flag.startswith(f"--{name}-")}
     assert flags - {f"--{name}-format"} == {f"--{name}-data"}
 
-
-# Problems and splits
 
 @EVERY_TASK
 def test_a_problem_is_a_function_of_seed_split_and_index(name):
@@ -163,8 +156,6 @@ def test_the_full_length_share_of_last_letter_decides_how_many_sft_problems_are_
     assert abs(long / 600 - 0.5 * 7 / 11) < 0.08  # 6 to 12 are 7 of the 11 full lengths; four standard errors
 
 
-# Gold answers and outcomes
-
 def test_the_gold_answer_is_the_arithmetic_or_the_last_letters():
     every, last = (lambda results: "".join(map(str, results))), (lambda results: str(results[-1]))
     for flags, answer in (([], every), (["--chain-answer", "final"], last), (["--chain-modulus", "7"], every)):
@@ -206,8 +197,6 @@ def test_the_outcome_is_the_answer():
         assert words.check(WORDS, f"grape:e;lemon:en;fig:eng;{answer}") is False
     assert words.check(WORDS, "=") is words.check(WORDS, "") is False
 
-
-# Gold step labels
 
 HOSTILE_CHAIN = [
     ("3+5:8;8*2:6;=86", [True, True]), ("3+5:8;8*2:7;=87", [True, False]),
@@ -264,8 +253,6 @@ def test_any_text_gets_one_label_per_step_and_a_verification_in_format(name, sol
                                       len(labels))
     assert verification.unmet == () and verification.step_verdicts == labels
 
-
-# Data sets: the order of epochs, answers as mathematics
 
 def test_the_order_of_an_epoch_is_a_function_of_seed_split_epoch_and_size():
     """Written down once: checkpoints hold the place in this order."""
@@ -338,8 +325,7 @@ def test_graders_do_not_count_the_trainers_memory_as_theirs():
     """A process of 800 MB whose answers need math-verify: one worker serves them all."""
     code = """
 held = bytearray(b"1") * (800 << 20)
-from tasks.grading import grade
-from tasks.grading_worker import WORKERS
+from tasks.grading import WORKERS, grade
 for k in range(2, 6):
     assert grade(completion=f"\\\\boxed{{{k}(x+1)}}", gold=f"{k}x+{k}") is True, k
     worker, = [slot for slot in list(WORKERS.slots.queue) if slot is not None]
@@ -350,8 +336,6 @@ for k in range(2, 6):
     assert done.returncode == 0, done.stderr[-1000:]
     assert len(done.stdout.split()) == 4 and len(set(done.stdout.split())) == 1
 
-
-# Demonstrations
 
 @EVERY_TASK
 def test_a_demonstration_without_misconceptions_is_right_in_answer_and_steps(name):
@@ -500,8 +484,6 @@ def test_the_verifier_errs_on_right_steps_as_often_as_asked(name, flags, rate):
     assert len(verdicts) > 1300 and abs(verdicts.count(False) / len(verdicts) - rate) < 0.04
 
 
-# Flags
-
 @pytest.mark.parametrize("name, flags", [
     ("chain", ["--chain-max-steps", "1"]), ("last_letter", ["--last-letter-max-words", "1"]),
     ("last_letter", ["--last-letter-max-letters", "2"]), ("last_letter", ["--last-letter-words", "/nowhere/words.txt"]),
@@ -551,8 +533,6 @@ def test_a_split_without_problems_is_an_error_and_no_endless_loop():
         task.problem("test_in", 0)
 
 
-# Mixture
-
 def test_a_mixture_deals_its_parts_in_turn_and_each_judges_its_own():
     mixed, chain, words = task_of("mixture"), task_of("chain"), task_of("last_letter")
     for i in range(20):
@@ -562,21 +542,9 @@ def test_a_mixture_deals_its_parts_in_turn_and_each_judges_its_own():
         solution = part.corrupted_solution(original, random.Random(i))
         assert mixed.step_labels(problem, solution) == part.step_labels(original, solution) != []
         assert mixed.check(problem, solution) == part.check(original, solution)
+    with pytest.raises(BadInput, match="--mixture-tasks chain,sorting: 'sorting' is not a task"):
+        task_of("mixture", "--mixture-tasks", "chain,sorting")
 
-
-def test_a_mixture_of_tasks_with_different_formats_is_bad_input(monkeypatch):
-    class OtherChain(PARTS["chain"]):
-        fmt = replace(PARTS["chain"].fmt, name="other")
-
-    monkeypatch.setitem(PARTS, "other_chain", OtherChain)
-    task_of("mixture", "--mixture-tasks", "other_chain,other_chain")
-    for parts, words in (("chain,other_chain", "the tasks have different text formats"),
-                         ("chain,sorting", "'sorting' is not a task")):
-        with pytest.raises(BadInput, match=f"--mixture-tasks {parts}: {words}"):
-            task_of("mixture", "--mixture-tasks", parts)
-
-
-# What is wrong with a step
 
 def test_what_is_wrong_with_a_step_is_named():
     """3+5 is worked out as 7; the next step carries that on; then other operands stand there, rightly worked out; then

@@ -77,7 +77,7 @@ def test_a_silent_tool_changes_nothing_and_without_one_nothing_is_masked():
     assert plain.num_trained().tolist() == rollouts.num_trained().tolist() == [12] * 4
 
 
-def test_the_tool_hears_every_token_of_every_row_until_it_ends():
+def test_the_tool_hears_every_token_until_the_row_ends_which_a_stop_token_beneath_a_forced_one_does_not():
     """The last token of all is for nobody: there is none to force after it."""
     tool = Script({})
     out = sample(model_of(), tool, prompts=[(1, 2, 3), (4,), (7, 8)], num_samples=8, new=40, stop=range(0, 40))
@@ -86,9 +86,6 @@ def test_the_tool_hears_every_token_of_every_row_until_it_ends():
         said = out.tokens[row, : out.lengths[row]].tolist()
         assert ([token for r, token in tool.heard if r == row]
                 == (said[:-1] if out.stopped[row] or len(said) == 40 else said))
-
-
-def test_a_stop_token_that_was_drawn_where_another_is_forced_does_not_end_the_row():
     plain = sample(model_of()).tokens[0].tolist()
     assert plain.index(plain[1]) == 1  # row 0 would draw this at position 1
     out = sample(model_of(), Script({0: {1: 77}}), stop=[plain[1]])

@@ -228,8 +228,6 @@ def test_marks_inside_steps_reach_the_verifier_as_question_marks(capsys, bench, 
     assert got["subsets"]["math"]["correct_acc"] is None and got["average"]["f1"] is None
 
 
-# Best of n
-
 @pytest.mark.parametrize("score", list(SCORES))
 def test_best_of_n_chooses_among_texts_sampled_by_hand(capsys, base, tmp_path, score):
     """4 solutions of each of 40 problems, 3 verifications of each."""
@@ -329,8 +327,6 @@ def test_solutions_that_do_not_fit_the_verifier_are_counted_and_score_nothing(ca
     assert got["parse_fail"] == sum(sum(row["malformed"]) for row in got["samples"]) / (3 * (40 - got["too_long"]))
 
 
-# Checkpoints, ranks, refusing
-
 def test_stage_and_step_name_the_verifier_and_rl_says_how_long_it_may_write(capsys, bench, base, tmp_path):
     changed(base, "rl", "r-ver", 5)
     changed(base, "rl", "r-ver", 9, verifier_max_new_tokens=30)
@@ -373,7 +369,6 @@ ON_TASK = ["--generator-tag", "tiny"]
     (["--processbench", "BENCH", "--step", "7"], ["no step 7"]),
     (["--generator-tag", "nobody"], ["nobody", "tiny"]), ([*ON_TASK, "--generator-step", "7"], ["no step 7"]),
     ([*ON_TASK, "--max-new-tokens", "126"], ["context 128", "--max-new-tokens"]),
-    ([*ON_TASK, "--own-step", "3"], ["--own-step 3", "--own-tag"]),
 ])
 def test_the_evaluation_refuses(capsys, bench, flags, words):
     line = refused(capsys, *[os.environ["BENCH"] if flag == "BENCH" else flag for flag in flags])
@@ -415,10 +410,10 @@ def test_a_link_is_written_through_and_a_run_that_fails_leaves_what_was_there(ca
 def test_a_file_that_cannot_be_written_is_refused_and_nothing_is_left(capsys, bench, tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")  # stands for a device
-    for path, words in ((tmp_path / "none" / "o.json", "No such file"), (tmp_path / "folder", "is there, and no file"),
-                        (tmp_path / "pipe", "is there, and no file"), ("/proc/o.json", "cannot be written")):
-        line = asked_of_nobody(capsys, path)
-        assert f"--out {path}: cannot be written" in line and words in line
+    for path, words in ((tmp_path / "none" / "o.json", "its folder is not there"),
+                        (tmp_path / "folder", "is there, and no earlier result"),
+                        (tmp_path / "pipe", "is there, and no earlier result"), ("/proc/o.json", "cannot write to")):
+        assert words in asked_of_nobody(capsys, path)
     there_were = sorted(os.listdir(tmp_path))
     assert "nobody" in asked_of_nobody(capsys, tmp_path / "o.json")
     assert sorted(os.listdir(tmp_path)) == sorted({*there_were, "cache"})
@@ -476,10 +471,6 @@ def test_a_verifier_whose_texts_are_mostly_malformed_is_warned_of(capsys, bench,
 
 @pytest.mark.parametrize("tag, changes, flags, words", [
     ("tiny", {"chain_modulus": "x"}, ["--generator-tag", "tiny"], "chain_modulus is 'x', expected a whole number"),
-    ("tiny", {"seed": True}, ["--generator-tag", "tiny"], "seed is True, expected a whole number"),
-    ("tiny", {"task": "nope"}, ["--generator-tag", "tiny"], "task is 'nope', and there are chain, "),
-    ("tiny", {"max_new_tokens": "96"}, ["--generator-tag", "tiny", "--max-new-tokens", "-1"],
-     "max_new_tokens is '96', expected a whole number"),
     ("tiny-ver", {"verifier_max_new_tokens": "x"}, ["--processbench", "BENCH", "--verifier-max-new-tokens", "-1"],
      "verifier_max_new_tokens is 'x', expected a whole number"),
 ])

@@ -22,7 +22,6 @@ Departures:
     python -m dev.experiments.step_retry --generator-tag d4 --verifier-tag d4-ver --retries 1 2 4 --out retries.json
     torchrun --standalone --nproc_per_node=8 dev/experiments/step_retry.py -- --generator-tag d4 --verifier-tag d4-ver
 """
-import argparse
 import random
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,7 @@ from statistics import mean
 
 from dev.experiments.verify_or_sample import (VOTE, Lead, Way, best_way, expected, lead_of, points_of, powers,
                                               tokens_of, voting_at)
-from nanochat.cli import check_least, check_most, check_name, script_main
+from nanochat.cli import at_least, check_name, new_parser, script_main
 from nanochat.common import BadInput, init_device, print0, rank_and_world
 from nanochat.engine import row_key
 from nanochat.hf.tokenizer import load_tokenizer
@@ -41,8 +40,8 @@ from nanochat.rl.records.outcomes import answers_of, outcomes_of, problems_of
 from nanochat.rl.records.prompts import (Prompt, check_prompts_fit, generator_prompt, parse_verification, read_solution,
                                          verifier_prompt)
 from nanochat.storage.files import path_of, write_json
-from scripts.verifier_eval import (Help, add_generator_args, add_verifier_args, check_players, gathered, load_players,
-                                   shown, warn_of_malformed)
+from scripts.verifier_eval import (add_generator_args, add_verifier_args, check_players, gathered, load_players, shown,
+                                   warn_of_malformed)
 from tasks import add_task_args, task_flags
 from tasks.common import Problem
 
@@ -50,12 +49,14 @@ RETRY, MOST_RETRIES = "retry", 1000
 PARTS = {"problems", "problems_left_out", "single", "leads", "judgments", "samples"}
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help, allow_abbrev=False)
+def make_parser():
+    parser = new_parser(__doc__)
     add_verifier_args(parser)
     parser.add_argument("--retries", type=int, nargs="+", default=[1, 2, 4], help="of a step that is rejected, at most")
-    parser.add_argument("--num-attempts", type=int, default=4, help="solutions of each problem by steps")
-    parser.add_argument("--num-draws", type=int, default=32, help="random orders of each problem's votes")
+    parser.add_argument("--num-attempts", type=at_least(1, int, 10 ** 4), default=4,
+                        help="solutions of each problem by steps")
+    parser.add_argument("--num-draws", type=at_least(1, int, 10 ** 5), default=32,
+                        help="random orders of each problem's votes")
     add_generator_args(parser.add_argument_group("solutions"), is_needed=True)
     add_task_args(parser)
     parser.set_defaults(num_samples=32, num_verifications=1, calculator=False, **dict.fromkeys(task_flags()))
@@ -63,8 +64,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_args(args) -> None:
-    check_least(args, {"num_draws": 1, "num_attempts": 1})
-    check_most(args, {"num_draws": 10 ** 5, "num_attempts": 10 ** 4})
     check_name("--generator-tag", args.generator_tag)
     if not 1 <= min(args.retries) <= max(args.retries) <= MOST_RETRIES or len(set(args.retries)) < len(args.retries):
         raise BadInput(f"--retries {' '.join(map(str, args.retries))}: must be numbers from 1 to {MOST_RETRIES}, each "

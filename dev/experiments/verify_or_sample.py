@@ -29,7 +29,6 @@ not compared, but counted.
     torchrun --standalone --nproc_per_node=8 dev/experiments/verify_or_sample.py -- --generator-tag d4 \\
         --verifier-tag d4-ver
 """
-import argparse
 import os
 import random
 from itertools import takewhile
@@ -37,15 +36,15 @@ from math import log
 from statistics import mean
 from typing import NamedTuple
 
-from nanochat.cli import check_least, check_most, check_name, script_main
+from nanochat.cli import at_least, check_name, new_parser, script_main
 from nanochat.common import BadInput, init_device, print0, rank_and_world
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.measure.voting import SCORES, choose
 from nanochat.rl.report.page import COLOURS
 from nanochat.rl.report.report import height_at, interval
 from nanochat.storage.files import path_of, whole_file, write_json
-from scripts.verifier_eval import (Help, add_generator_args, add_verifier_args, check_players, load_players,
-                                   share_malformed, shown, verified_solutions, warn_of_malformed)
+from scripts.verifier_eval import (add_generator_args, add_verifier_args, check_players, load_players, share_malformed,
+                                   shown, verified_solutions, warn_of_malformed)
 from tasks import add_task_args, task_flags
 
 VOTE = "maj"
@@ -54,10 +53,11 @@ PARTS = {"problems", "problems_left_out", "too_long", "parse_fail", "points", "l
          "samples"}
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help, allow_abbrev=False)
+def make_parser():
+    parser = new_parser(__doc__)
     add_verifier_args(parser)
-    parser.add_argument("--num-draws", type=int, default=32, help="random orders of each problem's samples")
+    parser.add_argument("--num-draws", type=at_least(1, int, 10 ** 5), default=32,
+                        help="random orders of each problem's samples")
     add_generator_args(parser.add_argument_group("solutions"), is_needed=True)
     add_task_args(parser)
     parser.set_defaults(num_samples=32, num_verifications=8, temperature=1.0, judge_report=False,
@@ -66,8 +66,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_args(args) -> None:
-    check_least(args, {"num_draws": 1})
-    check_most(args, {"num_draws": 10 ** 5})
     check_name("--generator-tag", args.generator_tag)
     check_players(args, PARTS)
     if args.max_problems == 1:

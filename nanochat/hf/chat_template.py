@@ -1,16 +1,11 @@
 """
 Chat templates in Jinja, run in a sandbox, and the fence that keeps a message's text out of the control tokens.
 """
-import contextlib
-import json
-import os
 import re
-import subprocess
-import sys
-import threading
 
 from nanochat.common import BadInput, one_line
 from nanochat.hf import template_worker
+from nanochat.workers import NoReply, Workers
 
 
 def any_of(texts) -> re.Pattern:
@@ -18,55 +13,7 @@ def any_of(texts) -> re.Pattern:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
-class Worker:
-    """The process that renders (nanochat.hf.template_worker), started when it is first asked and again when it has
-    ended. It ends with this one."""
-
-    def __init__(self):
-        self.lock, self.process, self.owner = threading.Lock(), None, None
-
-    def ask(self, request: dict) -> dict:
-        """The reply to a request; {} where the process ended over it. Raises RuntimeError where none can be started."""
-        with self.lock:
-            if self.process is None or self.owner != os.getpid():  # a forked child has one of its own
-                self.start()
-            try:
-                self.process.stdin.write(json.dumps(request).encode() + b"\n")
-                self.process.stdin.flush()
-                line = self.process.stdout.readline()
-            except BrokenPipeError:
-                line = b""
-            except BaseException:  # a reply that nobody read would pass for the next one's
-                self.end()
-                raise
-            if not line.endswith(b"\n"):
-                self.end()
-                return {}
-            return json.loads(line)
-
-    def start(self) -> None:
-        """Starts the process. Raises RuntimeError where it cannot be."""
-        # A session of its own keeps it out of the signals to the trainer's process group.
-        command = [sys.executable, template_worker.__file__, str(template_worker.MEMORY), str(template_worker.SECONDS)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        self.owner = os.getpid()
-        if self.process.stdout.readline() != b"ready\n":
-            self.end()
-            raise RuntimeError("the process for chat templates did not start; what it wrote to stderr says why")
-
-    def end(self) -> None:
-        """Ends the process, if there is one."""
-        if self.process is None:
-            return
-        self.process.kill()
-        self.process.wait()
-        self.process.stdout.close()
-        with contextlib.suppress(BrokenPipeError):  # something may be left in it
-            self.process.stdin.close()
-        self.process = None
-
-
-WORKER = Worker()
+WORKERS = Workers(template_worker)
 
 
 class ChatTemplate:
@@ -79,9 +26,11 @@ class ChatTemplate:
 
     def ask(self, **request) -> dict:
         """The worker's reply. Raises BadInput where the template is at fault."""
-        reply = WORKER.ask({"source": self.source, **request}) or {
-            "error": f"the chat template takes more than {template_worker.SECONDS:.0f} s or "
-                     f"{template_worker.MEMORY >> 20} MiB"}
+        try:
+            reply = WORKERS.ask({"source": self.source, **request})
+        except NoReply:
+            reply = {"error": f"the chat template takes more than {template_worker.TIMEOUT:.0f} s or "
+                              f"{template_worker.MEMORY >> 20} MiB"}
         if "error" in reply:
             raise BadInput(f"{self.path}: {one_line(reply['error'])}")
         return reply
@@ -114,8 +63,7 @@ class Fence:
 
 
 def plain_messages(messages: list[dict]) -> list[dict]:
-    """Roles and texts of a conversation; an assistant's parts are joined. Raises ValueError for a wrong order, BadInput
-    for parts that are no text."""
+    """Roles and texts, an assistant's parts joined. Raises ValueError for a wrong order, BadInput for other parts."""
     first = int(bool(messages) and messages[0]["role"] == "system")
     if len(messages) == first:
         raise ValueError("a conversation without a user's turn")

@@ -73,8 +73,7 @@ def llama3_frequencies(config: DecoderConfig) -> tuple[torch.Tensor, float]:
 
 
 def yarn_frequencies(config: DecoderConfig) -> tuple[torch.Tensor, float]:
-    """As llama3's, with a ramp over channels, and a temperature on the scores through cos and sin
-    (Peng et al. 2023)."""
+    """As llama3's, with a ramp over channels, and a temperature through cos and sin (Peng et al. 2023)."""
     given, dim = config.rope_scaling, config.head_dim
     original = given.get("original_max_position_embeddings") or config.sequence_len
     channel_of = lambda turns: dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
@@ -97,8 +96,7 @@ ROPE = {"default": plain_frequencies, "linear": linear_frequencies, "llama3": ll
 
 
 class Linear(gpt.Linear):
-    """A linear layer. Where it is narrow, on CPU the operands of its product are rounded to bf16 and all else is fp32
-    (nanochat.kernels.tiles)."""
+    """Where it is narrow, on CPU the product's operands are rounded to bf16 and all else is fp32 (kernels.tiles)."""
     is_narrow, panels = False, None  # panels: of a model that samples (Decoder.joined_projections)
 
     def forward(self, x):
@@ -151,8 +149,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = Norm(config.head_dim, config.norm_eps), Norm(config.head_dim, config.norm_eps)
 
     def heads(self, x, cos_sin, units: int):
-        """Queries, keys and values as attention wants them. x (B, T, C) -> q (U, Hkv, R, group, T, D),
-        k and v (U, Hkv, R, T, D)."""
+        """x (B, T, C) -> q (U, Hkv, R, group, T, D), k and v (U, Hkv, R, T, D), as attention wants them."""
         if takes_block(x):
             return self.heads_in_one(x, cos_sin, units)
         apart = lambda y: y.unflatten(-1, (-1, self.head_dim))  # (B, T, heads, D)
@@ -264,8 +261,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model. `compute_dtype` is the dtype of products, `activation_dtype` that of what lies between them.
-    Parameters stay as they are."""
+    """The model. compute_dtype: of products; activation_dtype: of what lies between. Parameters stay as they are."""
 
     def __init__(self, config: DecoderConfig, compute_dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -338,8 +334,7 @@ class Decoder(nn.Module):
                 mlp.gate_and_up = join([mlp.gate_proj, mlp.up_proj])
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin for `rotate`, which turns by minus the angle while these models turn by plus.
-        positions (B, T) -> two of (B, T, 1, D/2)."""
+        """positions (B, T) -> cos, sin (B, T, 1, D/2) for `rotate`, which turns by minus the angle, these by plus."""
         if self.frequencies is None or self.frequencies.device != positions.device:
             kind = (self.config.rope_scaling or {}).get("rope_type", "default")
             frequencies, self.rope_factor = ROPE[kind](self.config)

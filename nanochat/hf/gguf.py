@@ -3,12 +3,12 @@ GGUF files, the models of llama.cpp: read into the decoder and the tokenizer tha
 
 A file has metadata, a table of tensors and their numbers; the format stands in
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Metadata become what config.json and tokenizer.json would
-hold, and the checks of those apply. Tensors are read one by one; the package gguf undoes their quantisation.
+hold, and the checks of those apply. Tensors are read one by one; the package gguf undoes their quantisation. What is
+wrong in a file is told by read_gguf, which names it.
 """
 import json
 import math
 import mmap
-import os
 import struct
 from collections import Counter
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from nanochat.hf.decoder import ROPE, Decoder, DecoderConfig
 from nanochat.hf.files import ARCHITECTURES, STORED, check_names, config_of, value_of
 from nanochat.hf.shapes import LLAMA31
 from nanochat.hf.tokenizer import HFTokenizer
+from nanochat.storage.files import reading
 from nanochat.weights import allocate
 
 # The file
@@ -39,33 +40,28 @@ class StoredTensor(NamedTuple):
 
 
 class GGUFFile(NamedTuple):
-    path: str
     metadata: dict
     tensors: dict[str, StoredTensor]
     content: mmap.mmap
 
 
 class Header:
-    """The values at the beginning of a file, one after another. Raises BadInput where the file ends before them."""
+    """The values at the beginning of a file, one after another."""
 
-    def __init__(self, path: str, content: mmap.mmap):
-        self.path, self.content, self.at = path, content, 0
+    def __init__(self, content: mmap.mmap):
+        self.content, self.at = content, 0
 
     def take(self, size: int) -> bytes:
         start, self.at = self.at, self.at + size
         if self.at > len(self.content):
-            raise BadInput(f"{self.path} is truncated: it ends at byte {len(self.content)}, within its header")
+            raise ValueError(f"is truncated: it ends at byte {len(self.content)}, within its header")
         return self.content[start: self.at]
 
     def number(self, letter: str):
         return struct.unpack(f"<{letter}", self.take(struct.calcsize(f"<{letter}")))[0]
 
     def text(self) -> str:
-        start = self.at
-        try:
-            return self.take(self.number("Q")).decode()
-        except UnicodeDecodeError:
-            raise BadInput(f"{self.path}: the text at byte {start} is no UTF-8") from None
+        return self.take(self.number("Q")).decode()
 
     def value(self):
         """A value of the metadata: a number, a bool, a text, or a list of one of these."""
@@ -79,21 +75,7 @@ class Header:
         return [self.plain(kind) for _ in range(count)]
 
     def plain(self, kind: int):
-        if kind == TEXT:
-            return self.text()
-        if kind not in NUMBERS:
-            raise BadInput(f"{self.path}: the value before byte {self.at} is of kind {kind}, which GGUF has not")
-        return self.number(NUMBERS[kind])
-
-    def table(self, count: int, read) -> dict:
-        """`count` names, each with what `read` reads after it."""
-        found = {}
-        for _ in range(count):
-            name = self.text()
-            if name in found:
-                raise BadInput(f"{self.path}: {name} is there twice")
-            found[name] = read()
-        return found
+        return self.text() if kind == TEXT else self.number(NUMBERS[kind])
 
     def tensor(self) -> tuple[int, tuple[int, ...], int]:
         """Kind, shape and place of a tensor, counted from where tensors begin."""
@@ -101,67 +83,51 @@ class Header:
         return self.number("I"), tuple(reversed(dimensions)), self.number("Q")
 
 
-def gguf_package(path: str):
+def gguf_package():
     """The package gguf, which knows the types of tensors. Raises BadInput where it is missing."""
     try:
         import gguf
     except ImportError as error:
-        raise BadInput(f"{path}: {error}; run `pip install gguf`") from None
+        raise BadInput(f"a GGUF file is read with a package: {error}; run `pip install gguf`") from None
     return gguf
 
 
-def mapped(path: str) -> mmap.mmap:
-    """The bytes of a file, which stay in it until they are read. Raises BadInput."""
-    if not os.path.isfile(path):  # a pipe would be waited for
-        raise BadInput(f"{path}: no such file")
-    try:
-        with open(path, "rb") as f:
-            return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise BadInput(f"{path}: {error.strerror}") from None
-    except ValueError:
-        raise BadInput(f"{path} is empty") from None
-
-
 def open_file(path: str) -> GGUFFile:
-    """The metadata of a file and where its tensors are. Raises BadInput for what is no GGUF file, or not a whole one,
-    and for types of tensors that cannot be read."""
-    content = mapped(path)
-    header = Header(path, content)
-    if content[:4] != b"GGUF":
-        raise BadInput(f"{path} is no GGUF file, and no model folder")
-    header.take(4)
+    """The metadata of a file and where its tensors are. Raises for what is no GGUF file, or not a whole one, and for
+    types of tensors that cannot be read."""
+    with open(path, "rb") as f:
+        content = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)  # the bytes stay in the file until they are read
+    header = Header(content)
+    if header.take(4) != b"GGUF":
+        raise ValueError("is no GGUF file, and no model folder")
     version, num_tensors, num_values = header.number("I"), header.number("Q"), header.number("Q")
     if version not in VERSIONS:
-        raise BadInput(f"{path}: version {version} of GGUF is not read; there are {VERSIONS[0]} and {VERSIONS[1]}")
-    metadata = header.table(num_values, header.value)
+        raise ValueError(f"version {version} of GGUF is not read; there are {VERSIONS[0]} and {VERSIONS[1]}")
+    metadata = {header.text(): header.value() for _ in range(num_values)}
     if metadata.get("split.count") not in (None, 0, 1):
-        raise BadInput(f"{path} is one part of {metadata['split.count']}: merge them with llama.cpp's gguf-split")
-    infos = header.table(num_tensors, header.tensor)
-    alignment = value_of(metadata, "general.alignment", int, path, ALIGNMENT)
+        raise ValueError(f"is one part of {metadata['split.count']}: merge them with llama.cpp's gguf-split")
+    infos = {header.text(): header.tensor() for _ in range(num_tensors)}
+    alignment = metadata.get("general.alignment", ALIGNMENT)
     begin = -(-header.at // alignment) * alignment
-    tensors = {name: placed(path, name, kind, shape, begin + offset) for name, (kind, shape, offset) in infos.items()}
+    tensors = {name: placed(name, kind, shape, begin + offset) for name, (kind, shape, offset) in infos.items()}
     for name, tensor in tensors.items():
         if tensor.start + tensor.size > len(content):
-            raise BadInput(f"{path} is truncated: it ends at byte {len(content)}, "
-                           f"and {name} at byte {tensor.start + tensor.size}")
-    return GGUFFile(path, metadata, tensors, content)
+            raise ValueError(f"is truncated: it ends at byte {len(content)}, "
+                             f"and {name} at byte {tensor.start + tensor.size}")
+    return GGUFFile(metadata, tensors, content)
 
 
-def placed(path: str, name: str, kind: int, shape: tuple[int, ...], start: int) -> StoredTensor:
-    """A tensor with its size in bytes. Raises BadInput for a type that the package gguf cannot read, and for rows that
-    are no whole number of its blocks."""
-    gguf = gguf_package(path)
+def placed(name: str, kind: int, shape: tuple[int, ...], start: int) -> StoredTensor:
+    """A tensor with its size in bytes. Raises ValueError for a type that the package gguf cannot read."""
+    gguf = gguf_package()
     try:
         kind = gguf.GGMLQuantizationType(kind)
         block, size = gguf.GGML_QUANT_SIZES[kind]
         if kind.name not in STORED:
             gguf.dequantize(np.zeros((1, size), np.uint8), kind)
     except (ValueError, KeyError, NotImplementedError):
-        raise BadInput(f"{path}: {name} is of type {getattr(kind, 'name', kind)}, "
-                       f"which the package gguf does not dequantise") from None
-    if not shape or shape[-1] % block:
-        raise BadInput(f"{path}: {name} is {kind.name} {shape}, expected rows of whole blocks of {block}")
+        raise ValueError(f"{name} is of type {getattr(kind, 'name', kind)}, "
+                         f"which the package gguf does not dequantise") from None
     return StoredTensor(kind, shape, start, math.prod(shape) // block * size)
 
 
@@ -176,16 +142,8 @@ def numbers_of(file: GGUFFile, name: str) -> torch.Tensor:
     if tensor.kind.name in STORED:
         return torch.from_numpy(stored.copy()).view(STORED[tensor.kind.name]).view(tensor.shape)
     with np.errstate(all="ignore"):  # what is not finite is found in the model
-        rows = gguf_package(file.path).dequantize(stored.reshape(*tensor.shape[:-1], -1), tensor.kind)
+        rows = gguf_package().dequantize(stored.reshape(*tensor.shape[:-1], -1), tensor.kind)
     return torch.from_numpy(np.ascontiguousarray(rows, np.float32)).view(tensor.shape)
-
-
-def text_of(file: GGUFFile, key: str) -> str | None:
-    """A text of the metadata, or None. Raises BadInput for anything else."""
-    found = file.metadata.get(key)
-    if found is not None and not isinstance(found, str):
-        raise BadInput(f"{file.path}: {key} is {found!r}, expected a text")
-    return found
 
 
 # The model
@@ -219,11 +177,11 @@ def stored_name(name: str) -> str:
 
 
 def refuse_unknown(file: GGUFFile, architecture: str) -> None:
-    """Raises BadInput for a key of the architecture that is not read: it may change the mathematics."""
+    """Raises ValueError for a key of the architecture that is not read: it may change the mathematics."""
     known = {*SHAPE, *SCALING, *HEAD_SIZES, *NEVER_READ}
     for key, value in file.metadata.items():
         if key.startswith(f"{architecture}.") and key.split(".", 1)[1] not in known and value:
-            raise BadInput(f"{file.path}: {key} is not supported")
+            raise ValueError(f"{key} is not supported")
 
 
 def is_tied(file: GGUFFile) -> bool:
@@ -234,64 +192,59 @@ def is_tied(file: GGUFFile) -> bool:
 
 
 def config_json(file: GGUFFile, architecture: str) -> dict:
-    """What config.json would hold. Raises BadInput that names a key."""
+    """What config.json would hold."""
     key_of = lambda key: f"{architecture}.{key}"
-    given = {name: value_of(file.metadata, key_of(key), kind, file.path) for key, (name, kind) in SHAPE.items()
+    given = {name: value_of(file.metadata, key_of(key), kind) for key, (name, kind) in SHAPE.items()
              if key not in OPTIONAL or key_of(key) in file.metadata}
     scaling = {name: file.metadata[key_of(key)] for key, name in SCALING.items() if key_of(key) in file.metadata}
     if scaling.setdefault("rope_type", "linear" if scaling.get("factor") else "none") != "none":
         given["rope_scaling"] = scaling
     return given | {
-        "model_type": architecture, "vocab_size": len(tokens_of(file)), "tie_word_embeddings": is_tied(file),
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
+        "model_type": architecture, "vocab_size": len(file.metadata["tokenizer.ggml.tokens"]),
+        "tie_word_embeddings": is_tied(file), "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
 
 
 def shape_of_file(file: GGUFFile) -> DecoderConfig:
-    """The shape that the metadata describe. Raises BadInput that names a key."""
-    architecture = text_of(file, "general.architecture")
+    """The shape that the metadata describe. Raises errors that name a key."""
+    architecture = file.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
-        raise BadInput(f"{file.path}: architecture {architecture!r} is not supported; there are "
-                       f"{', '.join(ARCHITECTURES)}")
+        raise ValueError(f"architecture {architecture!r} is not supported; there are {', '.join(ARCHITECTURES)}")
     refuse_unknown(file, architecture)
     given = config_json(file, architecture)
-    config = config_of(given, file.path)
+    config = config_of(given)
     if ROPE_FREQS in file.tensors and architecture == "llama":
-        config = config_of(given | {"rope_scaling": llama3_scaling(file, config)}, file.path)
+        config = config_of(given | {"rope_scaling": llama3_scaling(file, config)})
     for key in (f"{architecture}.{key}" for key in HEAD_SIZES):
         if file.metadata.get(key, config.head_dim) != config.head_dim:
-            raise BadInput(f"{file.path}: {key} is {file.metadata[key]!r}, which is not supported with heads of "
-                           f"{config.head_dim}")
-    if config.n_layer > len(file.tensors):
-        raise BadInput(f"{file.path}: {architecture}.block_count is {config.n_layer}, "
-                       f"and there are {len(file.tensors)} tensors")
+            raise ValueError(f"{key} is {file.metadata[key]!r}, which is not supported with heads of {config.head_dim}")
     return config
 
 
 def llama3_scaling(file: GGUFFile, config: DecoderConfig) -> dict:
     """The rotary scaling that the tensor ROPE_FREQS shows: that of Llama 3.1 to 3.3, whose factor is the largest of its
-    numbers. Raises BadInput for another one."""
+    numbers. Raises ValueError for another one."""
     divisors = numbers_of(file, ROPE_FREQS).float()  # (D/2,)
-    scaling = {**LLAMA31, "factor": max(divisors.flatten().tolist(), default=1.0)}
+    scaling = {**LLAMA31, "factor": divisors.max().item()}
     config = DecoderConfig(**config.asdict() | {"rope_scaling": scaling})
     expected = ROPE["default"](config)[0] / ROPE["llama3"](config)[0]
     if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-4):
-        raise BadInput(f"{file.path}: {ROPE_FREQS} is no rotary scaling of Llama 3.1, 3.2 or 3.3, "
-                       f"and no other is supported as a tensor")
+        raise ValueError(f"{ROPE_FREQS} is no rotary scaling of Llama 3.1, 3.2 or 3.3, and no other is supported as a "
+                         f"tensor")
     return scaling
 
 
-def find_tensors(file: GGUFFile, config: DecoderConfig) -> list[str]:
-    """The names of the model's tensors. Raises BadInput for one that is missing, that the model has no place for, or of
-    another shape: before anything is allocated."""
+def find_tensors(path: str, file: GGUFFile, config: DecoderConfig) -> list[str]:
+    """The names of the model's tensors. Raises BadInput and ValueError for one that is missing, that the model has no
+    place for, or of another shape: before anything is allocated."""
     with torch.device("meta"):
         wanted = {stored_name(name): tuple(p.shape) for name, p in Decoder(config).named_parameters()}
     spare = {"output.weight"} if config.tied else set()
     spare |= {ROPE_FREQS} if config.architecture == "llama" else set()
-    check_names(file.path, config, set(wanted), file.tensors.keys() - spare)
+    check_names(path, config, set(wanted), file.tensors.keys() - spare)
     for name, shape in wanted.items():
         if file.tensors[name].shape != shape:
-            raise BadInput(f"{file.path}: {name} is {file.tensors[name].kind.name} {file.tensors[name].shape}, "
-                           f"expected {shape}")
+            raise ValueError(f"{name} is {file.tensors[name].kind.name} {file.tensors[name].shape}, expected {shape}")
     return list(wanted)
 
 
@@ -314,7 +267,7 @@ def read_decoder(file: GGUFFile, config: DecoderConfig, names: list[str]) -> Dec
     """The model of a file, on the CPU. names: of its tensors."""
     dtype = dtype_of(file, names)
     kinds = Counter(file.tensors[name].kind.name for name in names)
-    print0(f"{file.path}: tensors of type {', '.join(f'{kind} ({n})' for kind, n in kinds.most_common())}, "
+    print0(f"tensors of type {', '.join(f'{kind} ({n})' for kind, n in kinds.most_common())}, "
            f"read as {dtype_name(dtype)}")
     model = allocate(Decoder, config, torch.float32, torch.device("cpu"), dtype)
     turned = {"q_proj": config.n_head, "k_proj": config.n_kv_head} if config.architecture == "llama" else {}
@@ -346,54 +299,28 @@ CUTS = {"smollm": [{"type": "Digits", "individual_digits": True}, byte_level(Tru
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # types of tokens; 1 is an ordinary one
 
 
-def values_of(file: GGUFFile, key: str, kind: type) -> list:
-    """A list of the tokenizer's metadata. Raises BadInput."""
-    key = f"tokenizer.ggml.{key}"
-    found = file.metadata.get(key)
-    if not isinstance(found, list) or not found or not all(type(value) is kind for value in found):
-        raise BadInput(f"{file.path}: {key} is {'missing' if found is None else f'no list of {kind.__name__}'}")
-    return found
-
-
-def tokens_of(file: GGUFFile) -> list[str]:
-    return values_of(file, "tokens", str)
-
-
-def token_of(file: GGUFFile, name: str) -> int | None:
-    """The id of the eos, bos, ... token, or None. Raises BadInput for what is no token's."""
-    key = f"tokenizer.ggml.{name}_token_id"
-    found = file.metadata.get(key)
-    if found is not None and (type(found) is not int or not 0 <= found < len(tokens_of(file))):
-        raise BadInput(f"{file.path}: {key} is {found!r}, which is no token's id")
-    return found
-
-
 def cut_of(file: GGUFFile) -> str:
-    """The kind of BPE, one of CUTS. Raises BadInput that names another."""
+    """The kind of BPE, one of CUTS. Raises ValueError that names another."""
     for key, known in (("tokenizer.ggml.model", ["gpt2"]), ("tokenizer.ggml.pre", list(CUTS))):
-        if text_of(file, key) not in known:
-            raise BadInput(f"{file.path}: {key} {file.metadata.get(key)!r} is not supported; "
-                           f"there {'are' if len(known) > 1 else 'is'} {', '.join(known)}")
+        if file.metadata.get(key) not in known:
+            raise ValueError(f"{key} {file.metadata.get(key)!r} is not supported; "
+                             f"there {'are' if len(known) > 1 else 'is'} {', '.join(known)}")
     return file.metadata["tokenizer.ggml.pre"]
 
 
 def tokenizer_json(file: GGUFFile) -> dict:
-    """What tokenizer.json would hold. Raises BadInput."""
-    cut, tokens, kinds = cut_of(file), tokens_of(file), values_of(file, "token_type", int)
-    merges = [merge.split(" ") for merge in values_of(file, "merges", str)]
-    if len(kinds) != len(tokens):
-        raise BadInput(f"{file.path}: {len(tokens)} tokenizer.ggml.tokens and {len(kinds)} tokenizer.ggml.token_type")
-    if len(set(tokens)) < len(tokens):
-        raise BadInput(f"{file.path}: {Counter(tokens).most_common(1)[0][0]!r} is there twice in tokenizer.ggml.tokens")
-    if wrong := [merge for merge in merges if len(merge) != 2]:
-        raise BadInput(f"{file.path}: {' '.join(wrong[0])!r} in tokenizer.ggml.merges is no pair")
-    added = [{"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False,
+    """What tokenizer.json would hold."""
+    cut, tokens, kinds, merges = cut_of(file), *(file.metadata[f"tokenizer.ggml.{key}"]
+                                                 for key in ("tokens", "token_type", "merges"))
+    added = [{"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
               "normalized": False, "special": kind != USER_DEFINED}
-             for i, kind in enumerate(kinds) if kind in (UNKNOWN, CONTROL, USER_DEFINED)]
+             for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+             if kind in (UNKNOWN, CONTROL, USER_DEFINED)]
     vocabulary = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}  # these fill the vocabulary up
     model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
              "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False,
-             "ignore_merges": cut == "llama-bpe", "vocab": vocabulary, "merges": merges}
+             "ignore_merges": cut == "llama-bpe", "vocab": vocabulary,
+             "merges": [merge.split(" ") for merge in merges]}
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
             "normalizer": {"type": "NFC"} if cut == "qwen2" else None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": CUTS[cut]},
@@ -403,41 +330,42 @@ def tokenizer_json(file: GGUFFile) -> dict:
 def adds_bos(file: GGUFFile) -> bool:
     """Whether a text begins with bos: as the file says, else as Llama 3's does."""
     said = file.metadata.get("tokenizer.ggml.add_bos_token", cut_of(file) == "llama-bpe")
-    return token_of(file, "bos") is not None and bool(said)
+    return "tokenizer.ggml.bos_token_id" in file.metadata and bool(said)
 
 
 def begin_of_text(file: GGUFFile) -> dict | None:
     """The step of a tokenizer.json that puts bos before a text, or None."""
     if not adds_bos(file):
         return None
-    i = token_of(file, "bos")
-    bos = tokens_of(file)[i]
+    i = file.metadata["tokenizer.ggml.bos_token_id"]
+    bos = file.metadata["tokenizer.ggml.tokens"][i]
     text = [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     return {"type": "TemplateProcessing", "single": text, "pair": [*text, {"Sequence": {"id": "B", "type_id": 1}}],
             "special_tokens": {bos: {"id": bos, "ids": [i], "tokens": [bos]}}}
 
 
-def read_tokenizer(file: GGUFFile) -> HFTokenizer:
-    """The tokenizer of a file, with its chat template. Raises BadInput."""
-    content, tokens = tokenizer_json(file), tokens_of(file)
-    ids = {name: token_of(file, name) for name in ("bos", "eos", "unknown", "padding", "eot")}
-    if ids["eos"] is None:
-        raise BadInput(f"{file.path}: tokenizer.ggml.eos_token_id is missing")
+def read_tokenizer(path: str, file: GGUFFile) -> HFTokenizer:
+    """The tokenizer of a file, with its chat template. Raises BadInput and others."""
+    content, tokens = tokenizer_json(file), file.metadata["tokenizer.ggml.tokens"]
+    ids = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+           for name in ("bos", "eos", "unknown", "padding", "eot")}
     named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": adds_bos(file),
               **{name: tokens[ids[key]] for name, key in named.items() if ids[key] is not None}}
-    if (template := text_of(file, "tokenizer.chat_template")) is not None:
-        config["chat_template"] = template
+    if "tokenizer.chat_template" in file.metadata:
+        config["chat_template"] = file.metadata["tokenizer.chat_template"]
     stop = list(dict.fromkeys(i for i in (ids["eos"], ids["eot"]) if i is not None))
     generation = {"bos_token_id": ids["bos"], "eos_token_id": stop}
     written = {"tokenizer.json": content, "tokenizer_config.json": config, "generation_config.json": generation}
     return HFTokenizer({name: json.dumps(values, ensure_ascii=False).encode() for name, values in written.items()},
-                       file.path)
+                       path)
 
 
 def read_gguf(path: str) -> tuple[HFTokenizer, Decoder]:
     """The tokenizer and the model of a GGUF file. Raises BadInput that names the file and what is wrong in it."""
-    file = open_file(path)
-    config = shape_of_file(file)
-    names = find_tensors(file, config)
-    return read_tokenizer(file), read_decoder(file, config, names)
+    with reading(path):
+        file = open_file(path)
+        config = shape_of_file(file)
+        names = find_tensors(path, file, config)
+        tokenizer = read_tokenizer(path, file)
+    return tokenizer, read_decoder(file, config, names)

@@ -1,15 +1,11 @@
 """
-The process in which nanochat.hf.chat_template parses and renders: a stranger's template may loop for ever or fill the
-memory, and only a process can be stopped.
-
-It is this file started by path, so that neither torch nor any other file of the project is loaded in it. It reads a
-JSON request a line on stdin, and writes a JSON reply a line on stdout:
+The process in which nanochat.hf.chat_template parses and renders (a program of nanochat.workers):
 
     {"source": s} -> {"strings": the constants of the template}
     {"source": s, "variables": v, "messages": m, "generate": g} -> {"text": t}
     either, of a template that cannot do it -> {"error": what it says}
 
-It ends when its stdin does, by the kernel's timer when a request takes too long, and where the memory does not do.
+It ends by the kernel's timer when a request takes too long, and where the memory does not do.
 """
 import json
 import os
@@ -26,7 +22,7 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-SECONDS = 10.0       # of processor time for one request: a machine that is busy with others does not count
+TIMEOUT = 10.0       # seconds of processor time for one request: a machine that is busy with others does not count
 MEMORY = 1 << 30     # bytes of address space
 TODAY = date(2024, 7, 26)  # which Llama's templates take where they are not told
 LONGEST = 10 ** 7    # characters of a rendered conversation

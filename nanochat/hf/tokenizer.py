@@ -16,9 +16,9 @@ from secrets import token_hex
 
 import tokenizers
 
-from nanochat.common import BadInput, one_line
+from nanochat.common import BadInput
 from nanochat.hf.chat_template import ChatTemplate, Fence, any_of, plain_messages
-from nanochat.storage.files import make_folder, whole_file
+from nanochat.storage.files import make_folder, reading, whole_file
 from nanochat.tokenizer import Tokenizer
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -41,47 +41,19 @@ MARKS = [chr(i) for i in range(0x100000, 0x10FFFE)]
 # Files
 
 def read_files(folder: str) -> dict[str, bytes]:
-    """The files of a tokenizer that `folder` holds, by name. Raises BadInput for one that cannot be read, or without
-    tokenizer.json."""
+    """The files of a folder's tokenizer, by name. Raises BadInput for an unreadable one, or without tokenizer.json."""
     # As in transformers, config.json is asked for eos and bos only where there is no generation_config.json.
     names = [name for name in FILES if os.path.exists(os.path.join(folder, name))]
     if "tokenizer.json" not in names:
         raise BadInput(f"no tokenizer at {os.path.join(folder, 'tokenizer.json')}")
     names = names[:-1] if names[-2:] == ["generation_config.json", "config.json"] else names
-    try:
+    with reading(folder):
         return {name: Path(folder, name).read_bytes() for name in names}
-    except OSError as error:
-        raise BadInput(f"{error.filename}: {error.strerror}") from None
 
 
-def parse_text(path: str, content: bytes) -> str:
-    """The text of a file. Raises BadInput."""
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{path} is no text in UTF-8: {one_line(error)}") from None
-
-
-def parse_json(path: str, content: bytes) -> dict:
-    """The object of a json file. Raises BadInput."""
-    text = parse_text(path, content)
-    try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"{path} is damaged: {one_line(error)}") from None
-    if not isinstance(parsed, dict):
-        raise BadInput(f"{path}: expected an object, found {type(parsed).__name__}")
-    return parsed
-
-
-def parse_tokenizer(path: str, content: bytes) -> tuple[tokenizers.Tokenizer, dict, bool]:
-    """The tokenizer, its settings as the library writes them, whether tokens are in the alphabet of bytes (else a space
-    is U+2581). Raises BadInput."""
-    content = parse_text(path, content)
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(content)
-    except Exception as error:  # the library raises nothing more exact
-        raise BadInput(f"{path} is not a tokenizer: {one_line(error)}") from None
+def parse_tokenizer(content: bytes) -> tuple[tokenizers.Tokenizer, dict, bool]:
+    """The tokenizer, its settings as the library writes them, whether it has the alphabet of bytes (else U+2581)."""
+    tokenizer = library_tokenizer(content.decode(), "is not a tokenizer")
     tokenizer.no_padding()
     tokenizer.no_truncation()
     settings = json.loads(tokenizer.to_str())
@@ -90,44 +62,40 @@ def parse_tokenizer(path: str, content: bytes) -> tuple[tokenizers.Tokenizer, di
     byte_level = '"ByteLevel"' in steps
     affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
     if model["type"] != "BPE" or affixes or not byte_level and "\u2581" not in steps:
-        raise BadInput(f"{path}: a {model['type']} tokenizer of another kind "
-                       f"than byte-level BPE or BPE with U+2581 for a space")
+        raise ValueError(f"a {model['type']} tokenizer of another kind than byte-level BPE or BPE with U+2581 for a "
+                         f"space")
     return tokenizer, settings, byte_level
 
 
-def special_tokens(path: str, config: dict) -> tuple[dict[str, str], set[str]]:
-    """bos_token, eos_token and the like of a tokenizer_config.json by name, and the texts of all tokens that it calls
-    special. Raises BadInput."""
+def library_tokenizer(content: str, otherwise: str) -> tokenizers.Tokenizer:
+    """The library's tokenizer of a tokenizer.json. Raises ValueError, which begins with `otherwise`."""
+    try:
+        return tokenizers.Tokenizer.from_str(content)
+    except Exception as error:  # the library raises nothing more exact
+        raise ValueError(f"{otherwise}: {error}") from None
+
+
+def special_tokens(config: dict) -> tuple[dict[str, str], set[str]]:
+    """bos_token, eos_token ... of tokenizer_config.json by name, and the texts of all tokens that it calls special."""
     text = lambda token: token["content"] if isinstance(token, dict) else token
     listed = lambda name: list(config[name].values()) if isinstance(config.get(name), dict) else config.get(name) or []
-    try:
-        named = {name: text(config[name]) for name in NAMED_TOKENS if config.get(name)}
-        known = [token for token in listed("added_tokens_decoder") if token["special"]]
-        known += [*listed("additional_special_tokens"), *listed("extra_special_tokens")]
-        return named, {*named.values(), *map(text, known)}
-    except (AttributeError, KeyError, TypeError) as error:
-        raise BadInput(f"{path}: damaged special tokens: {one_line(repr(error))}") from None
+    named = {name: text(config[name]) for name in NAMED_TOKENS if config.get(name)}
+    known = [token for token in listed("added_tokens_decoder") if token["special"]]
+    known += [*listed("additional_special_tokens"), *listed("extra_special_tokens")]
+    return named, {*named.values(), *map(text, known)}
 
 
-def chat_template_of(path: str, config: dict) -> str | None:
-    """The chat template of a tokenizer_config.json, or None. Of several with names, the default one.
-    Raises BadInput."""
+def chat_template_of(config: dict) -> str | None:
+    """The chat template of a tokenizer_config.json, or None. Of several with names, the default one."""
     template = config.get("chat_template")
-    if isinstance(template, list):
-        default = (entry.get("template") for entry in template
-                   if isinstance(entry, dict) and entry.get("name") == "default")
-        template = next(default, [])
-    if template is not None and not isinstance(template, str):
-        raise BadInput(f"{path}: chat_template is neither text nor a list in which one is named default")
-    return template
+    return {x["name"]: x["template"] for x in template}["default"] if isinstance(template, list) else template
 
 
-def token_ids(path: str, value, tokens: dict[int, str]) -> list[int]:
-    """The ids of an eos_token_id or bos_token_id: a number, a list or nothing.
-    Raises BadInput for what is no token's."""
+def token_ids(value, tokens: dict[int, str]) -> list[int]:
+    """The ids of an eos_token_id: a number, a list or nothing. Raises ValueError for what is no token's."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if wrong := [i for i in ids if type(i) is not int or i not in tokens]:
-        raise BadInput(f"{path}: {wrong[0]!r} is no token's id")
+        raise ValueError(f"{wrong[0]!r} is no token's id")
     return ids
 
 
@@ -138,9 +106,9 @@ def scalars(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def renamed(path: str, settings: dict, inner: dict[str, str]) -> tokenizers.Tokenizer:
+def renamed(settings: dict, inner: dict[str, str]) -> tokenizers.Tokenizer:
     """The tokenizer with other names for some added tokens, ids unchanged: it no longer finds the old names in any
-    text. Raises BadInput."""
+    text. Raises ValueError."""
     settings = {**json.loads(json.dumps(settings)), "post_processor": None}
     model, ids = settings["model"], {token["content"]: token["id"] for token in settings["added_tokens"]}
     # The library numbers added tokens by itself unless the vocabulary holds them.
@@ -149,18 +117,14 @@ def renamed(path: str, settings: dict, inner: dict[str, str]) -> tokenizers.Toke
     model["unk_token"] = inner.get(model["unk_token"], model["unk_token"])
     for token in settings["added_tokens"]:
         token["content"] = inner.get(token["content"], token["content"])
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(settings))
-    except Exception as error:  # the library raises nothing more exact
-        raise BadInput(f"{path}: a special token is part of the merges: {one_line(error)}") from None
+    tokenizer = library_tokenizer(json.dumps(settings), "a special token is part of the merges")
     if any(tokenizer.token_to_id(inner.get(name, name)) != i for name, i in ids.items()):
-        raise BadInput(f"{path}: two tokens have one id")
+        raise ValueError("two tokens have one id")
     return tokenizer
 
 
 def mark_of(files: dict[str, bytes]) -> int:
-    """A number that tells the files of a tokenizer, its chat template and stop tokens with them, from others: a
-    checksum."""
+    """A checksum that tells the files of a tokenizer, its chat template and stop tokens with them, from others."""
     return zlib.crc32(b"\0".join(part for name in sorted(files) for part in (name.encode(), files[name])))
 
 
@@ -173,29 +137,42 @@ class HFTokenizer:
     bos: ids, bos is None where there is none.
     """
     has_calculator = False
+
     def __init__(self, files: dict[str, bytes], folder: str):
         self.files, path = files, lambda name: os.path.join(folder, name)
-        original, self.settings, self._byte_level = parse_tokenizer(path("tokenizer.json"), files["tokenizer.json"])
+        with reading(path("tokenizer.json")):
+            original, self.settings, self._byte_level = parse_tokenizer(files["tokenizer.json"])
         self.ids = original.get_vocab(with_added_tokens=True)  # of every token's text
         self.tokens = {i: text for text, i in self.ids.items()}
         self.vocab_size = max(self.tokens) + 1
-        config = parse_json(path("tokenizer_config.json"), files.get("tokenizer_config.json", b"{}"))
-        named, special = special_tokens(path("tokenizer_config.json"), config)
-        if lacking := [name for name in ("bos_token", "eos_token") if name in named and named[name] not in self.ids]:
-            raise BadInput(f"{path('tokenizer_config.json')}: {lacking[0]} is {named[lacking[0]]!r}, "
-                           f"which tokenizer.json lacks")
-        where = path("config.json" if "config.json" in files else "generation_config.json")
-        generation = parse_json(where, files.get(os.path.basename(where), b"{}"))
-        eos_ids, bos_ids = (token_ids(where, generation.get(name), self.tokens)
-                            for name in ("eos_token_id", "bos_token_id"))
-        if "eos_token" not in named and not eos_ids:
-            raise BadInput(f"{folder}: no eos_token in tokenizer_config.json "
-                           f"and no eos_token_id in {os.path.basename(where)}")
-        self.eos = self.ids[named["eos_token"]] if "eos_token" in named else eos_ids[0]
-        self.bos = self.ids[named["bos_token"]] if "bos_token" in named else next(iter(bos_ids), None)
+        with reading(path("tokenizer_config.json")):
+            config = json.loads(files.get("tokenizer_config.json", b"{}"))
+            named, special = special_tokens(config)
+            eos, bos = (self.ids[named[name]] if name in named else None for name in ("eos_token", "bos_token"))
+            template = chat_template_of(config)
+        where = "config.json" if "config.json" in files else "generation_config.json"
+        with reading(path(where)):
+            generation = json.loads(files.get(where, b"{}"))
+            eos_ids, bos_ids = (token_ids(generation.get(name), self.tokens)
+                                for name in ("eos_token_id", "bos_token_id"))
+        if eos is None and not eos_ids:
+            raise BadInput(f"{folder}: no eos_token in tokenizer_config.json and no eos_token_id in {where}")
+        self.eos = eos_ids[0] if eos is None else eos
+        self.bos = next(iter(bos_ids), None) if bos is None else bos
 
-        self.template = self._load_template(path, config, named, original)
-        self._set_controls(path("tokenizer.json"), {self.tokens[self.eos], named.get("bos_token")}, special)
+        where, variables = "tokenizer_config.json", named
+        if "chat_template.jinja" in files:
+            where = "chat_template.jinja"
+            with reading(path(where)):
+                template = files[where].decode()
+        self.has_template = template is not None
+        if not self.has_template:
+            adds_bos = self.bos is not None and config.get("add_bos_token", self.bos in original.encode("").ids)
+            template = NO_TEMPLATE
+            variables = {"bos_token": self.tokens[self.bos] if adds_bos else "", "eos_token": self.tokens[self.eos]}
+        self.template = ChatTemplate(template, path(where), variables)
+        with reading(path("tokenizer.json")):
+            self._set_controls({self.tokens[self.eos], named.get("bos_token")}, special)
         self.assistant_end = self._find_assistant_end()
         self.stop_tokens = list(dict.fromkeys([*eos_ids, self.eos, self.assistant_end]))
 
@@ -215,20 +192,8 @@ class HFTokenizer:
             with whole_file(os.path.join(folder, name), "wb") as f:
                 f.write(self.files[name])
 
-    def _load_template(self, path, config: dict, named: dict, original: tokenizers.Tokenizer) -> ChatTemplate:
-        in_config = "chat_template.jinja" not in self.files
-        where = path("tokenizer_config.json" if in_config else "chat_template.jinja")
-        source = chat_template_of(where, config) if in_config else parse_text(where, self.files["chat_template.jinja"])
-        self.has_template = source is not None
-        if self.has_template:
-            return ChatTemplate(source, where, named)
-        adds_bos = self.bos is not None and config.get("add_bos_token", self.bos in original.encode("").ids)
-        bos = self.tokens[self.bos] if adds_bos else ""
-        return ChatTemplate(NO_TEMPLATE, where, {"bos_token": bos, "eos_token": self.tokens[self.eos]})
-
-    def _set_controls(self, path: str, ends: set, special: set[str]) -> None:
-        """Finds the control tokens and makes the tokenizer that knows them by their inner names only.
-        ends: eos and bos."""
+    def _set_controls(self, ends: set, special: set[str]) -> None:
+        """Finds the control tokens and makes the tokenizer that knows them by inner names only. ends: eos, bos."""
         added = {token["content"]: token for token in self.settings["added_tokens"]}
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         # Special though the file has them among its ordinary tokens.
@@ -239,13 +204,13 @@ class HFTokenizer:
         special = special & added.keys() | {name for name, token in added.items() if token["special"]}
         special |= {name for name in self._added.findall(self._frame()) if TAG.fullmatch(name)}
         if short := [name for name in special if len(name) == 1]:
-            raise BadInput(f"{path}: the special token {short[0]!r} is one character, which no text could hold as text")
+            raise ValueError(f"the special token {short[0]!r} is one character, which no text could hold as text")
         # Random, so that no text can hold them; of one length, so that they cannot be confused after each other.
         self._inner = {name: f"\U000f0000{token_hex(8)}{i:06x}\U000f0001" for i, name in enumerate(sorted(special))}
         self._inner_ids = {inner: self.ids[name] for name, inner in self._inner.items()}
         self._inner_name, self._controls = any_of(self._inner_ids), set(self._inner_ids.values())
         self._fence = Fence(special, self.template.strings)
-        self._tokenizer = renamed(path, self.settings, self._inner)
+        self._tokenizer = renamed(self.settings, self._inner)
 
     def _frame(self) -> str:
         """What the template writes around turns: some files do not call these tokens special. Not what begins the last
@@ -273,8 +238,7 @@ class HFTokenizer:
         return mark_of(self.files)
 
     def tells_apart(self, other: "HFTokenizer") -> list[str]:
-        """In words, what differs between it and one that gives texts the same ids: where a prompt comes from, and where
-        an answer ends."""
+        """In words, what differs though texts have the same ids: where a prompt comes from, where an answer ends."""
         found, names = [], lambda tokenizer: " ".join(tokenizer.tokens[i] for i in tokenizer.stop_tokens)
         if (self.template.source, self.template.variables) != (other.template.source, other.template.variables):
             found.append(f"the chat template of {self.template.path} in place of that of {other.template.path}")
@@ -283,8 +247,7 @@ class HFTokenizer:
         return found
 
     def check_model(self, name: str, model) -> None:
-        """Raises BadInput unless a model has an embedding for every token.
-        It may have more: vocabularies are padded."""
+        """Raises BadInput unless a model has an embedding for every token. It may have more, as padding."""
         if model.vocab_size < self.vocab_size:
             raise BadInput(f"the {name} has a vocabulary of {model.vocab_size}, the tokenizer one of "
                            f"{self.vocab_size}: it was trained with another")
@@ -298,11 +261,6 @@ class HFTokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of ordinary text: no bos, and a special token's name in it is text."""
         return self._tokenizer.encode(scalars(text), add_special_tokens=False).ids
-
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """encode of each text, in a few threads."""
-        encodings = self._tokenizer.encode_batch_fast(list(map(scalars, texts)), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token. A control token or an id without a token is "?": inside a completion it is noise, and
@@ -326,8 +284,7 @@ class HFTokenizer:
         return self.render_chat([{"role": "user", "content": user}])
 
     def render_chat(self, messages: list[dict]) -> list[int]:
-        """A conversation that ends with the user's turn, up to where the assistant begins.
-        Raises as render_conversation does."""
+        """A conversation up to where the assistant begins. Raises as render_conversation does."""
         messages = plain_messages(messages)
         if messages[-1]["role"] != "user":
             raise ValueError(f"the last message is from {messages[-1]['role']}, expected user")
@@ -335,13 +292,10 @@ class HFTokenizer:
 
     def render_conversation(self, messages: list[dict], context: int | None) -> tuple[list[int], list[int]]:
         """Token ids of a conversation and the loss mask: 1 on what the assistant says and its end token, 0 on a token
-        that the prompt has a part of.
-
-        messages: {"role": "system"|"user"|"assistant", "content": str} (an assistant's also parts {"type": "text",
-        "text": str}), turns alternating from the user's. Raises ValueError for a wrong order; BadInput for a
-        conversation longer than `context` (it never cuts), for one that the template refuses, and where the template
-        writes turns otherwise when others follow: what is trained would not be what is sampled.
-        """
+        that the prompt has a part of. messages: {"role": "system"|"user"|"assistant", "content": str} (an assistant's
+        also parts {"type": "text", "text": str}), turns alternating from the user's. Raises ValueError for a wrong
+        order; BadInput for a conversation longer than `context` (it never cuts), for one that the template refuses, and
+        where the template writes turns otherwise when others follow: what is trained would not be what is sampled."""
         messages = plain_messages(messages)
         text = self._render(messages, False)
         encoding = self._encode_rendered(text)

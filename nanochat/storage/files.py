@@ -4,16 +4,18 @@ Files: the layout on disk, files that are written whole or not at all, records, 
 import contextlib
 import fcntl
 import functools
+import glob
 import json
 import os
+import shutil
 import socket
 import tempfile
 import urllib.parse
 import urllib.request
 
-from nanochat.cli import check_name
-from nanochat.common import BadInput, CannotWrite, print0
+from nanochat.common import BadInput, CannotWrite, one_line, print0
 
+PARTIAL = ".partial"  # ends the name of a folder that is being written
 HUB_SECONDS = 5.0  # until a hub that does not answer is taken for not there
 STAGE_FOLDERS = {"base": "base_checkpoints", "sft": "chatsft_checkpoints", "rl": "chatrl_checkpoints"}
 
@@ -24,20 +26,9 @@ def base_dir() -> str:
 
 
 def path_of(kind: str, *names: str) -> str:
-    """The one place that knows the layout on disk. kind: tokenizer, runs, or a stage (base, sft, rl), whose first name
-    is a tag.
-
-    Today's: <base>/<stage's folder>/<tag>/... With NANOCHAT_EXPERIMENT=<name> upstream's announced one (its PR 800):
-    <$NANOCHAT_EXPERIMENTS_DIR or base/experiments>/<name>/<tag>/<stage>/..., tokenizer and runs beside the tags.
-    """
-    name = os.environ.get("NANOCHAT_EXPERIMENT", "")
-    if not name:
-        return os.path.join(base_dir(), STAGE_FOLDERS.get(kind, kind), *names)
-    check_name("NANOCHAT_EXPERIMENT", name)
-    root = os.path.expanduser(os.environ.get("NANOCHAT_EXPERIMENTS_DIR") or os.path.join(base_dir(), "experiments"))
-    if kind not in STAGE_FOLDERS:
-        return os.path.join(root, name, kind, *names)
-    return os.path.join(root, name, *(names and (names[0], kind, *names[1:])))
+    """The one place that knows the layout on disk, upstream's. kind: tokenizer, runs, or a stage (base, sft, rl), whose
+    first name is a tag."""
+    return os.path.join(base_dir(), STAGE_FOLDERS.get(kind, kind), *names)
 
 
 @contextlib.contextmanager
@@ -94,6 +85,28 @@ def writing(path: str):
         raise CannotWrite(f"{path} cannot be written: {cause.strerror or cause}") from error
 
 
+@contextlib.contextmanager
+def whole_folder(path: str):
+    """A folder to fill, which has another name until the block ends: it is there whole or not at all. Raises
+    CannotWrite."""
+    parent, name = os.path.split(os.path.abspath(path))
+    begin = f".{name[:50]}-"  # a name may be nearly as long as the system takes
+    make_folder(parent)
+    for other in glob.glob(f"{glob.escape(begin)}*{PARTIAL}", root_dir=parent):
+        print0(f"WARNING: {os.path.join(parent, other)} is of another process that writes {path}: remove it, unless "
+               f"that is still at work")
+    with writing(path):
+        partial = tempfile.mkdtemp(dir=parent, prefix=begin, suffix=PARTIAL)
+        try:
+            os.chmod(partial, 0o755)  # mkdtemp makes it for its owner alone
+            yield partial
+            os.rename(partial, path)
+        except CannotWrite as error:  # the other folder is gone when this is read
+            raise CannotWrite(str(error).replace(partial, path)) from None
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
 def make_folder(path: str) -> None:
     """Makes a folder and those that it is in, unless they are there. Raises CannotWrite."""
     with writing(path):
@@ -107,15 +120,41 @@ def write_json(path: str, record: dict) -> None:
         f.write("\n")
 
 
-def read_text(path: str) -> str:
-    """The text of a file, line ends as they are. Raises BadInput where it cannot be read or is not UTF-8."""
+@contextlib.contextmanager
+def reading(where: str):
+    """Around all that reads a file, or a row of one. Raises BadInput, which begins with `where`, where it cannot be
+    read or does not hold what it should."""
     try:
-        with open(path, encoding="utf-8", newline="") as f:
-            return f.read()
+        yield
+    except BadInput:  # said already
+        raise
     except OSError as error:
-        raise BadInput(f"cannot read {path} ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{path}: not UTF-8 at byte {error.start}") from None
+        raise BadInput(f"{where}: {error.strerror or error}") from None
+    except KeyError as error:
+        raise BadInput(f"{where}: {error} is missing") from None
+    except UnicodeDecodeError:
+        raise BadInput(f"{where}: is no text in UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{where}: is no json: {error}") from None
+    except (AttributeError, TypeError):
+        raise BadInput(f"{where}: something in it is empty or not of the type it should have") from None
+    except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
+        raise BadInput(f"{where}: {one_line(error)}") from None
+
+
+def read_text(path: str) -> str:
+    """The text of a file in UTF-8, line ends as they are. Raises BadInput."""
+    with reading(path), open(path, encoding="utf-8", newline="") as f:
+        return f.read()
+
+
+def read_json(path: str) -> dict:
+    """The object of a json file. Raises BadInput."""
+    with reading(path), open(path, encoding="utf-8") as f:
+        content = json.load(f)
+        if not isinstance(content, dict):
+            raise ValueError("holds no json object")
+    return content
 
 
 def read_records(path: str) -> list[tuple[str, dict]]:
