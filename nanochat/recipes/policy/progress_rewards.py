@@ -55,10 +55,10 @@ def draws(args) -> dict[str, Draw]:
 
 def play(t: Play):
     solutions = t.solve("solutions", t.problems())
-    outcomes, steps = t.check(solutions), t.read_solutions(solutions)
-    values = step_values(t, solutions, [s.step_ends for s in steps])
+    outcomes, read = t.check(solutions), t.read_solutions(solutions)
+    values = step_values(t, solutions, [s.step_ends for s in read])
     sources = {"outcome": outcome_rewards(outcomes, solutions.lengths),
-               "step": at_step_ends([s.step_ends for s in steps], values, t.device)}
+               "step": at_step_ends([s.step_ends for s in read], values, t.device)}
     weighted = list(zip((1.0, t.args.alpha), sources.values(), strict=True))
     advantages = COMBINE[t.args.combine](weighted, solutions.group_id, solutions.tokens.shape[1],
                                          PRESETS[t.args.advantage], t.reduce)

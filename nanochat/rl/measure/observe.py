@@ -23,15 +23,15 @@ def observe(t: Play, role: str, solutions: Rollouts, rewards: list[float | None]
     """Logs a step of solving: rewards and their variance by source, outcomes, reasoning steps and their gold labels,
     and how often the advantages rank a wrong solution above a right one. solutions: with a column of outcomes, as
     `Play.rewards` leaves them; advantages (N, T); sources: by default the rewards alone."""
-    outcomes, steps = solutions.columns["outcome"], t.read_solutions(solutions)
+    outcomes, read = solutions.columns["outcome"], t.read_solutions(solutions)
     labels = [labels_of(t.task, problem, text)
               for problem, text in zip(solutions.problems(), solutions.texts, strict=True)]
     log_rewards(t, role, solutions, rewards)
     log_variances(t, role, solutions, sources or {"outcome": terminal_rewards(rewards, solutions.lengths)})
     t.log(role, t.mean({
         "rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes],
-        "reasoning_steps": [len(s.step_ends) for s in steps],
-        "step_length": [(s.step_ends[-1] + 1) / len(s.step_ends) for s in steps if s.step_ends],
+        "reasoning_steps": [len(s.step_ends) for s in read],
+        "step_length": [(s.step_ends[-1] + 1) / len(s.step_ends) for s in read if s.step_ends],
         "frac_ranking_reversed": ranking_reversed(outcomes, mean_advantages(solutions, advantages), t.args.num_samples),
         "step_label_mean": [x for row in labels for x in row]}))
 
