@@ -25,7 +25,7 @@ from nanochat.common import BadInput
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import listed, numbered, solve_prompt
-from nanochat.rl.verify.comparing import (PAIR_TABLE, Candidates, add_candidate_args, balanced_places,
+from nanochat.rl.verify.comparing import (CHOICES_TABLE, Candidates, add_candidate_args, balanced_places,
                                           candidate_columns, forced_choices, lined_up, scores_of_choices)
 from nanochat.rl.verify.forms import empty_form_prompt
 from nanochat.rl.verify.judges import VERDICT_TOKENS
@@ -38,7 +38,7 @@ from nanochat.rl.verify.spots import log_odds_at, spot_parts
 STATUS = "runs: it judges pairs about as well as chance on three seeds"
 ROLES = {"generator": RoleSpec("--model-tag", trained=False), "verifier": RoleSpec("--verifier-tag", "-ver")}
 SHOWN = {"verifier": ["solution_nll", "pair_loss", "pair_accuracy"]}
-TABLE = PAIR_TABLE
+TABLE = CHOICES_TABLE
 
 
 def add_args(group) -> None:

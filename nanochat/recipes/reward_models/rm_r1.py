@@ -13,14 +13,14 @@ Departures:
 4. The choice must be all of the final judgment. The released code looks for it in the last 80 characters.
 """
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.verify.comparing import (PAIR_TABLE, add_judge_args, candidate_draws, chose_right, judge,
+from nanochat.rl.verify.comparing import (CHOICES_TABLE, add_judge_args, candidate_draws, chose_right, judge,
                                           learn_to_judge, read_choices, scores_of_pairs)
 
 STATUS = "works: RL raises the pairs judged rightly from 56 to 75% on three seeds"
 ROLES = {"generator": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
 SHOWN = {"verifier": ["pair_acc", "parse_fail"]}
-TABLE = PAIR_TABLE
+TABLE = CHOICES_TABLE
 FORM = {"solve": "solve_pair", "only": "pair"}
 
 

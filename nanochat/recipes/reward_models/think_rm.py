@@ -17,7 +17,7 @@ Departures:
 from nanochat.common import BadInput
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.records.outcomes import labels_of
-from nanochat.rl.verify.comparing import (PAIR_TABLE, Candidates, add_judge_args, candidate_draws, chose_right,
+from nanochat.rl.verify.comparing import (CHOICES_TABLE, Candidates, add_judge_args, candidate_draws, chose_right,
                                           judge, learn_to_judge, read_choices, scores_of_pairs)
 from nanochat.rl.verify.forms import num_wrong, strength
 
@@ -25,7 +25,7 @@ STATUS = "runs: RL leaves it where SFT did on three seeds, at 56% of pairs"
 ROLES = {"generator": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
 SHOWN = {"verifier": ["pair_acc", "exact", "parse_fail"]}
-TABLE = PAIR_TABLE
+TABLE = CHOICES_TABLE
 
 
 # What a choice earns: (choice, the true one) -> reward

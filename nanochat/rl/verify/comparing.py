@@ -192,7 +192,7 @@ def warn_of_form(t: Play, form: str, parse_fail: float | None) -> None:
                      f"{form})?")
 
 
-PAIR_TABLE = {
+CHOICES_TABLE = {  # of `scores_of_choices`, for a recipe's TABLE
     "ver/pair_acc_in": "pairs judged rightly, both orders",
     "ver/pair_acc_out": "the same, out of distribution",
     "ver/swap_consistent_in": "pairs of which both orders give the same solution",
