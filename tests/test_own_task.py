@@ -74,7 +74,7 @@ def test_an_outcome_that_is_none_is_named_with_the_task(outcome):
 
 
 @pytest.mark.parametrize("labels, words", [
-    ([True, False], "gives 2 labels .* its format finds 1 steps"), ([1], r"gives \[1\] .* not a list"),
+    ([True, False], "one for each of 1 steps"), ([1], r"gives \[1\] .* not a list"),
     (None, "gives None .* not a list"), ((True,), "not a list"), ([None], "not a list"), ("T", "not a list")])
 def test_step_labels_of_the_wrong_number_or_kind_are_named_with_the_task(labels, words):
     task = chain(step_labels=lambda self, problem, solution: labels)
@@ -84,7 +84,7 @@ def test_step_labels_of_the_wrong_number_or_kind_are_named_with_the_task(labels,
 
 
 @pytest.mark.parametrize("method, value, words", [
-    ("check", 0.7, "check() gives 0.7"), ("step_labels", [True] * 9, "step_labels() gives 9 labels"),
+    ("check", 0.7, "check() gives 0.7"), ("step_labels", [True] * 9, "one for each of 1 steps"),
     ("solution_demo", None, "error: task chain: solution_demo() gives None for problem 0 of sft, not text")])
 def test_a_tasks_mistake_ends_a_script_with_one_line(base, monkeypatch, capsys, method, value, words):
     monkeypatch.setattr(Chain, method, lambda self, problem, *args: value)

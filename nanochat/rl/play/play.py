@@ -23,8 +23,8 @@ from nanochat.rl.learn.trainer import score
 from nanochat.rl.play.sampling import Sampler, read_solutions, read_verifications
 from nanochat.rl.records.outcomes import num_problems_of, outcomes_of, scores_of
 from nanochat.rl.records.prompts import (LOWER_LIMITS, Prompt, Solution, Verification, empty_verifier_prompt,
-                                         generator_prompt, numbered, quoting_prompt, refine_prompt, refine_prompts,
-                                         solve_prompt, verify_prompts)
+                                         generator_prompt, numbered, quoting_prompt, refine_prompt, solve_prompt,
+                                         verify_prompts)
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.storage.run import Run
 from nanochat.weights import copy_weights, refresh
@@ -58,33 +58,27 @@ NOISE = {"solutions": "generator", "verifications": "verifier", "reviews": "veri
 
 
 class Update(NamedTuple):
-    """What a recipe yields; the loop makes one optimizer step of it.
-
-    parts: rollouts and their advantages (N, T), which share the step; loss: None = as the flags say; aggregation:
-    one of AGGREGATIONS, None = as the flags say; lr: None = the role's own; num_updates: optimizer steps on it, None =
-    as the flags say.
-    """
+    """What a recipe yields; the loop makes one optimizer step of it. None: as the flags say."""
     role: str
-    parts: list[tuple[Rollouts, torch.Tensor]]
+    parts: list[tuple[Rollouts, torch.Tensor]]  # rollouts and their advantages (N, T), which share the step
     loss: PolicyLoss | None = None
-    aggregation: str | None = None
+    aggregation: str | None = None  # one of AGGREGATIONS
     lr: float | None = None
-    num_updates: int | None = None
+    num_updates: int | None = None  # optimizer steps on it
 
 
 @dataclass
 class Play:
     """One run as a recipe sees it. All ranks call the same verbs in the same order, also with empty lists: sampling,
     scoring, gathering and logging of means wait for each other. What a recipe draws itself comes from random.Random of
-    the seed and the step, not from torch's global generator. `totals` are the updates of each role in a whole run,
-    `draws` what the recipe declares that it samples. What a step draws and logs is collected here until the step is
+    the seed and the step, not from torch's global generator. What a step draws and logs is collected here until it is
     over."""
     args: object
     run: Run
     sampler: Sampler
     roles: dict[str, Role]
-    draws: dict[str, Draw]
-    totals: dict[str, int]
+    draws: dict[str, Draw]    # what the recipe declares that it samples
+    totals: dict[str, int]    # updates of each role in a whole run
     state: RunState
     loss: PolicyLoss
     evaluating: bool = False  # draws then belong to no step, and are not counted
@@ -117,7 +111,6 @@ class Play:
 
     @property
     def step(self) -> int:
-        """The number of the step, from 0."""
         return self.state.step
 
     @property
@@ -132,9 +125,8 @@ class Play:
     # Problems and prompts
 
     def problems(self, num: int | None = None, split: str = "rl", labelled: bool = False) -> list[Problem]:
-        """This rank's share of the next `num` problems (default: --examples-per-step), or of the first of another
-        split. In an evaluation the next ones stay the next. labelled: with --num-labelled, of those alone that have a
-        gold answer."""
+        """This rank's share of the next `num` problems (default: --examples-per-step), which in an evaluation stay the
+        next, or of the first of another split. labelled: with --num-labelled, of those alone with a gold answer."""
         rank, world = self.run.rank, self.run.world
         num = self.args.examples_per_step if num is None else num
         if split != "rl":
@@ -145,8 +137,8 @@ class Play:
             places = range(first + rank, first + num, world)
             if hasattr(self.task, "index_of"):
                 places = [self.task.index_of(i, labelled) for i in places]
-        where = f"task {self.task.name}"
-        return self.each(lambda i: check_problem(where, self.task.problem(split, i), split, i), places)
+        return self.each(lambda i: check_problem(f"task {self.task.name}", self.task.problem(split, i), split, i),
+                         places)
 
     def each(self, function: Callable, items) -> list:
         """function(item) of each item. A request to stop ends it early."""
@@ -164,15 +156,9 @@ class Play:
         return numbered(prompts, copies)
 
     def verify_prompts(self, solutions: Rollouts, copies: list[int] | None = None) -> list[Prompt]:
-        """The verifier's prompts, one for each solution. copies: see `verify_prompts` of rl.records.prompts."""
+        """The verifier's prompts, one for each solution. copies: see `numbered`."""
         return verify_prompts(self.tokenizer, self.task.fmt, solutions.problems(), self.read_solutions(solutions),
                               copies)
-
-    def refine_prompts(self, solutions: Rollouts, critiques: list[str],
-                       copies: list[int] | None = None) -> list[Prompt]:
-        """The generator's prompts for a second attempt, one for each solution, which they quote with its critique."""
-        return refine_prompts(self.tokenizer, self.task.fmt, solutions.problems(), self.read_solutions(solutions),
-                              critiques, copies)
 
     def prompts(self, template: str, problems: list[Problem], **quoted: list[str]) -> list[Prompt]:
         """Prompts of one of the format's templates, one for each problem, and what each of them quotes."""
@@ -186,19 +172,18 @@ class Play:
     def sample(self, draw: str, prompts: list[Prompt], num_samples: int | None = None, *, role: str = "",
                greedy: bool = False, tool: Tool | None = None, wrap: Callable | None = None) -> Rollouts:
         """Completions of each prompt, by the draw of this name that the recipe declares: from its role, as many of each
-        and as long as it says. num_samples, role: others. In an evaluation any name will do, with both; the limit is
-        that of the draw of this name, else of those with this `wrap`, else of all of the role. Raises BadInput for more
-        than was declared."""
-        started, evaluating = time.time(), self.evaluating
-        declared = self.draws.get(draw)
+        and as long as it says. num_samples, role: others. In an evaluation any name will do, with both; for the limit
+        see `_limit`, to which `wrap` is given. Raises BadInput for more than was declared."""
+        started, declared = time.time(), self.draws.get(draw)
         role = role or (declared.role if declared else "")
         num_samples = num_samples or (declared.num_samples if declared else 1)
         limit = self._limit(draw, role, wrap, len(prompts), num_samples)
-        stream = (NOISE.get(draw, draw),) if evaluating else (NOISE.get(draw, draw), self.step)
+        noise = NOISE.get(draw, draw)
+        stream = (noise,) if self.evaluating else (noise, self.step)
         rollouts = self.sampler.sample(self.roles[role].model, prompts, num_samples, stream, limit, greedy, tool)
         rollouts.draws = [draw] * len(rollouts)
         self.check_stop()
-        if not evaluating:
+        if not self.evaluating:
             if not (greedy or self.sampler.top_k):
                 self.drawn[draw] = self.roles[role].model
             self.sampled += int(rollouts.lengths.sum())
@@ -215,8 +200,11 @@ class Play:
     def refine(self, draw: str, solutions: Rollouts, critiques: list[str], num_samples: int | None = None, *,
                role: str = "", greedy: bool = False) -> Rollouts:
         """Further attempts after each solution and its critique, with the calculator as in `solve`."""
-        return self.sample(draw, self.refine_prompts(solutions, critiques), num_samples, role=role, greedy=greedy,
-                           tool=self.sampler.calculator_tool(), wrap=refine_prompt)
+        rows = zip(solutions.problems(), self.read_solutions(solutions), critiques, strict=True)
+        prompts = numbered([Prompt(refine_prompt(self.tokenizer, self.task.fmt, problem.prompt, first.text, critique),
+                                   problem, solution=first) for problem, first, critique in rows])
+        return self.sample(draw, prompts, num_samples, role=role, greedy=greedy, tool=self.sampler.calculator_tool(),
+                           wrap=refine_prompt)
 
     def verify(self, draw: str, solutions: Rollouts, num_samples: int | None = None, *, role: str = "",
                greedy: bool = False, copies: list[int] | None = None) -> Rollouts:
@@ -236,8 +224,8 @@ class Play:
                                f"({prompt.problem.prompt[:40]!r}): the {role}'s context is {context}")
         lengths = [len(row) for row in rows]
         width = max(lengths, default=1)
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long, device=self.device)
-        tokens = tokens.view(len(rows), width)
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long,
+                              device=self.device).view(len(rows), width)
         stopped = [row[-1] in self.tokenizer.stop_tokens for row in rows]
         unknown = torch.full(tokens.shape, float("nan"), device=self.device)
         texts = [self.tokenizer.decode(row[:-1] if ended else row) for row, ended in zip(rows, stopped, strict=True)]
@@ -247,12 +235,12 @@ class Play:
                         torch.tensor(stopped, dtype=torch.bool, device=self.device), limit=limit, texts=texts)
 
     def _limit(self, name: str, role: str, wrap: Callable | None, num_prompts: int, num_samples: int) -> int:
-        """Tokens that a completion may have. Raises BadInput for what the recipe has not declared."""
+        """Tokens that a completion may have: as the draw of this name says; in an evaluation else as the role's draws
+        with this `wrap`, or all of the role's. Raises BadInput for what the recipe has not declared."""
         draw = self.draws.get(name)
-        if not role:
-            raise BadInput(f"the recipe samples {name!r}, and its draws() declare no such name")
         if role not in self.roles:
-            raise BadInput(f"the recipe samples of a role {role!r}: there are {', '.join(self.roles)}")
+            raise BadInput(f"the recipe samples {name!r} of a role {role!r}: there are {', '.join(self.roles)}, and "
+                           f"its draws() declare {draw or 'no such name'}")
         if self.evaluating:
             of_role = [other for other in self.draws.values() if other.role == role]
             alike = [draw] if draw in of_role else [other for other in of_role if other.wrap is wrap]
@@ -280,13 +268,13 @@ class Play:
         return outcomes
 
     def rewards(self, solutions: Rollouts) -> list[float | None]:
-        """What each solution earns by the gold answer, from 0 to 1 (Tango eq. 2): its outcome, or a part of it where
-        the task has a score(). None where it cannot be scored. The outcomes become a column of the solutions."""
+        """What each solution earns by the gold answer, see `scores_of` (Tango eq. 2). The outcomes become a column of
+        the solutions."""
         solutions.columns["outcome"] = outcomes = self.check(solutions)
         return scores_of(self.task, solutions.problems(), solutions.texts, outcomes)
 
     def read_solutions(self, rollouts: Rollouts) -> list[Solution]:
-        """The completions read as solutions: their text and where their reasoning steps end."""
+        """The completions read as solutions."""
         return read_solutions(self.tokenizer, self.task.fmt, rollouts)
 
     def read_verifications(self, rollouts: Rollouts) -> list[Verification]:

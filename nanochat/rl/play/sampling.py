@@ -8,8 +8,8 @@ import torch
 
 from nanochat.calculator import Calculator
 from nanochat.engine import Tool, generate, row_key
-from nanochat.rl.records.prompts import (Prompt, Solution, Verification, parse_verification, read_solution,
-                                         solve_prompts, verify_prompts)
+from nanochat.rl.records.prompts import (Prompt, Solution, Verification, numbered, parse_verification, read_solution,
+                                         solve_prompt, verify_prompts)
 from nanochat.rl.records.rollouts import Rollouts
 
 
@@ -52,14 +52,14 @@ class Sampler:
     def solve(self, model, problems: list, num_samples: int, stream: tuple,
               greedy: bool = False) -> tuple[Rollouts, list[Solution]]:
         """`num_samples` solutions of each of P problems."""
-        prompts = solve_prompts(self.tokenizer, self.task.fmt, problems)
+        prompts = numbered([solve_prompt(self.tokenizer, self.task.fmt, problem) for problem in problems])
         rollouts = self.sample(model, prompts, num_samples, stream, self.max_new_tokens, greedy, self.calculator_tool())
         return rollouts, read_solutions(self.tokenizer, self.task.fmt, rollouts)
 
     def verify(self, model, problems: list, solutions: list[Solution], num_samples: int, stream: tuple,
                greedy: bool = False, copies: list[int] | None = None) -> tuple[Rollouts, list[Verification]]:
-        """`num_samples` verifications of each solution; problems[i] is what solutions[i] solves. copies[i] tells
-        solutions of one problem apart for the noise; by default they are counted here."""
+        """`num_samples` verifications of each solution; problems[i] is what solutions[i] solves. copies: see
+        `numbered`."""
         prompts = verify_prompts(self.tokenizer, self.task.fmt, problems, solutions, copies)
         rollouts = self.sample(model, prompts, num_samples, stream, self.verifier_max_new_tokens, greedy)
         return rollouts, read_verifications(self.task.fmt, rollouts)
@@ -72,6 +72,5 @@ def read_solutions(tokenizer, fmt, rollouts: Rollouts) -> list[Solution]:
 
 def read_verifications(fmt, rollouts: Rollouts) -> list[Verification]:
     """The completions read as verifications of the solutions that their prompts quote."""
-    num_steps = [len(prompt.solution.step_ends) for prompt in rollouts.prompt_of()]
-    rows = zip(rollouts.texts, num_steps, rollouts.stopped.tolist(), strict=True)
-    return [parse_verification(fmt, *row) for row in rows]
+    rows = zip(rollouts.texts, rollouts.prompt_of(), rollouts.stopped.tolist(), strict=True)
+    return [parse_verification(fmt, text, len(prompt.solution.step_ends), stopped) for text, prompt, stopped in rows]

@@ -18,8 +18,7 @@ def check_task(task, *parts: str) -> None:
 
 
 def num_problems_of(task, split: str, num: int) -> int:
-    """How many problems `num` of a split are: -1 stands for all, ENDLESS where they are made; a finite split has no
-    more than it has."""
+    """How many problems `num` of a split are: at most all, which -1 stands for; ENDLESS where they are made."""
     size = task.num_problems(split) if hasattr(task, "num_problems") else ENDLESS if num < 0 else num
     if not isinstance(size, int) or size < 0:
         raise BadInput(f"task {task.name}: num_problems({split!r}) gives {str(size)[:80]}, not a number from 0")
@@ -27,15 +26,14 @@ def num_problems_of(task, split: str, num: int) -> int:
 
 
 def problems_of(task, split: str, num: int) -> list:
-    """The first `num_problems_of` problems of a split: none is counted twice. Raises BadInput for one that is none."""
+    """The first `num_problems_of` problems of a split. Raises BadInput for one that is none."""
     return [check_problem(f"task {task.name}", task.problem(split, i), split, i)
             for i in range(num_problems_of(task, split, num))]
 
 
 def problems_digest(task, tokenizer) -> int:
-    """A number that tells a task's problems, as models read them, from others': a checksum of the tokens of the first
-    16 of each split that it has. They change with nearly any change of its data file, of the code that makes problems,
-    or of the tokenizer, and not with its check()."""
+    """A checksum of the tokens of a task's first 16 problems of each split: it changes with nearly any change of the
+    data file, of the code that makes problems, or of the tokenizer, and not with the task's check()."""
     found = 0
     for split in SPLIT_BUCKETS:
         with contextlib.suppress(BadInput):  # nothing of this split among what was given
@@ -47,8 +45,7 @@ def problems_digest(task, tokenizer) -> int:
 
 
 def texts_digest(task) -> int:
-    """A number that tells the texts of a finite task from others': a checksum of all problems, answers and worked
-    solutions. 0 of a task that makes its own."""
+    """A checksum of all problems, answers and worked solutions of a finite task, 0 of one that makes its own."""
     found = 0
     for split in SPLIT_BUCKETS if hasattr(task, "num_problems") else ():
         with contextlib.suppress(BadInput):  # nothing of this split, or nothing to demonstrate
@@ -77,8 +74,9 @@ def has_numbers(task) -> bool:
 def lenient_outcomes(task, problems: list, texts: list[str]) -> list[bool]:
     """Whether the last number of each text is the gold one. Texts of problems without a number for an answer are left
     out; [] where the task has no numbers."""
-    rows = zip(problems, texts, strict=True) if has_numbers(task) else ()
-    found = [is_last_number(text, problem.answer) for problem, text in rows]
+    if not has_numbers(task):
+        return []
+    found = map(is_last_number, texts, (problem.answer for problem in problems))
     return [outcome for outcome in found if outcome is not None]
 
 
@@ -98,17 +96,13 @@ def labels_of(task, problem, text: str) -> list[bool]:
     """Gold labels of a solution's steps, [] where they are not known. Raises BadInput where the task gives anything but
     a bool for each step that its format finds."""
     labels, num_steps = task.step_labels(problem, text), len(task.fmt.step_spans(text))
-    if not isinstance(labels, list) or not all(isinstance(label, bool) for label in labels):
+    is_labels = isinstance(labels, list) and all(isinstance(label, bool) for label in labels)
+    if not is_labels or labels and len(labels) != num_steps:
         raise BadInput(f"task {task.name}: step_labels() gives {str(labels)[:80]} for problem {problem.index} of "
-                       f"{problem.split}, not a list of True and False")
-    if labels and len(labels) != num_steps:
-        raise BadInput(f"task {task.name}: step_labels() gives {len(labels)} labels for problem {problem.index} of "
-                       f"{problem.split}, and its format finds {num_steps} steps in the solution")
+                       f"{problem.split}, not a list of True and False, one for each of {num_steps} steps")
     return labels
 
 
 def answers_of(task, texts: list[str]) -> list[str | None]:
-    """What solutions answer, for votes: as the task reads it, else as its format does. None where nothing can be
-    read."""
-    read = getattr(task, "read_answer", task.fmt.answer)
-    return [read(text) for text in texts]
+    """What solutions answer, as the task reads it or else its format; None where nothing can be read."""
+    return list(map(getattr(task, "read_answer", task.fmt.answer), texts))

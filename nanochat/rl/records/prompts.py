@@ -16,21 +16,18 @@ from tasks.common import Problem
 
 @dataclass
 class Solution:
-    """A generator's completion, read: its text, and per reasoning step the index of its last token in the
-    completion."""
+    """A generator's completion, read."""
     text: str
-    step_ends: list[int]
+    step_ends: list[int]  # of each reasoning step, the index of its last token in the completion
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """What a model is asked: its token ids; the problem it is about, whose (split, index) keys the sampling noise;
-    `copy`, which tells prompts about one problem apart for the noise; and the solution that it quotes, if it quotes
-    one."""
+    """What a model is asked."""
     ids: list[int]
-    problem: Problem | None = None
-    copy: int = 0
-    solution: Solution | None = None
+    problem: Problem | None = None    # whose (split, index) keys the sampling noise
+    copy: int = 0                     # tells prompts about one problem apart for the noise
+    solution: Solution | None = None  # that it quotes
 
 
 def count_copies(names: list) -> list[int]:
@@ -54,24 +51,11 @@ def solve_prompt(tokenizer, fmt, problem: Problem) -> Prompt:
     return Prompt(generator_prompt(tokenizer, fmt, problem.prompt), problem)
 
 
-def solve_prompts(tokenizer, fmt, problems: list[Problem]) -> list[Prompt]:
-    """The generator's prompts for these problems."""
-    return numbered([solve_prompt(tokenizer, fmt, problem) for problem in problems])
-
-
 def verify_prompts(tokenizer, fmt, problems: list[Problem], solutions: list[Solution],
                    copies: list[int] | None = None) -> list[Prompt]:
     """The verifier's prompts; solutions[i] solves problems[i]."""
     pairs = zip(problems, solutions, strict=True)
     prompts = [Prompt(verifier_prompt(tokenizer, fmt, p.prompt, s.text), p, solution=s) for p, s in pairs]
-    return numbered(prompts, copies)
-
-
-def refine_prompts(tokenizer, fmt, problems: list[Problem], solutions: list[Solution], critiques: list[str],
-                   copies: list[int] | None = None) -> list[Prompt]:
-    """The generator's prompts for a second attempt at each problem, after the first one and a critique of it."""
-    rows = zip(problems, solutions, critiques, strict=True)
-    prompts = [Prompt(refine_prompt(tokenizer, fmt, p.prompt, s.text, c), p, solution=s) for p, s, c in rows]
     return numbered(prompts, copies)
 
 
@@ -87,8 +71,8 @@ def reference_prompt(tokenizer, fmt, problem: str, answer: str = "") -> list[int
 
 
 def quoting_prompt(tokenizer, fmt, problem: str, template: str, **quoted: str) -> list[int]:
-    """Token ids of a prompt of one of the format's templates, such as "propose_prompt", and what it quotes. The marks
-    of a judgment cannot stand in that."""
+    """Token ids of a prompt of one of the format's templates, such as "propose_prompt". The marks of a judgment cannot
+    stand in what it quotes."""
     texts = {name: fmt.quote(text) for name, text in quoted.items()}
     return tokenizer.render_prompt(getattr(fmt, template).format(problem=problem, **texts))
 
@@ -111,17 +95,15 @@ def generator_prompt(tokenizer, fmt, problem: str) -> list[int]:
 def verifier_prompt(tokenizer, fmt, problem: str, solution: str) -> list[int]:
     """Token ids of the verifier's prompt: the problem, the quoted solution and how many steps it has
     (Tango section 3)."""
-    quoted = fmt.quote(solution)
-    text = fmt.verifier_prompt.format(problem=fmt.quote(problem), solution=quoted,
-                                      num_steps=len(fmt.step_spans(solution)))
-    return tokenizer.render_prompt(text)
+    return tokenizer.render_prompt(fmt.verifier_prompt.format(
+        problem=fmt.quote(problem), solution=fmt.quote(solution), num_steps=len(fmt.step_spans(solution))))
 
 
 def several_prompt(tokenizer, fmt, template: str, problem: str, solutions: list[str]) -> list[int]:
     """Token ids of the verifier's prompt for several solutions together. template: a field of the format, such as
     "pair_prompt". The marks of a judgment cannot stand in what is quoted."""
-    return tokenizer.render_prompt(getattr(fmt, template).format(problem=fmt.quote(problem),
-                                                                 solutions=listed(fmt, solutions)))
+    text = getattr(fmt, template).format(problem=fmt.quote(problem), solutions=listed(fmt, solutions))
+    return tokenizer.render_prompt(text)
 
 
 def listed(fmt, solutions: list[str]) -> str:
@@ -151,11 +133,8 @@ LOWER_LIMITS = "lower --max-new-tokens or --verifier-max-new-tokens"
 
 def check_fit(role: str, wrap: Callable, quoted: int, max_new_tokens: int, context: int, tokenizer, fmt,
               problem: str, remedy: str = LOWER_LIMITS) -> None:
-    """Raises BadInput when a prompt, what it quotes and its completion exceed a role's context.
-
-    wrap(tokenizer, fmt, problem) gives the prompt but for `quoted` tokens of completions; problem: the longest; remedy:
-    what would shorten it.
-    """
+    """Raises BadInput when the prompt wrap(tokenizer, fmt, problem) of the longest problem, `quoted` tokens that stand
+    in it and its completion exceed a role's context. remedy: what would shorten it."""
     length = len(wrap(tokenizer, fmt, problem)) + quoted + max_new_tokens
     if length > context:
         raise BadInput(f"the {role}'s longest prompt and completion have up to {length} tokens, its context {context}; "
@@ -164,15 +143,12 @@ def check_fit(role: str, wrap: Callable, quoted: int, max_new_tokens: int, conte
 
 def check_prompts_fit(tokenizer, fmt, problems: list[str], contexts: dict[str, int], max_new_tokens: int,
                       verifier_max_new_tokens: int) -> None:
-    """Raises BadInput when the longest of these problems, with the completions asked for, exceeds a role's context.
-
-    contexts: tokens that the generator's and the verifier's model can hold. A quoted solution counts max_new_tokens.
-    """
+    """`check_fit` of solutions and of their verifications. contexts: of the generator and the verifier."""
     longest = longest_problem(tokenizer, problems)
-    calls = {"generator": (generator_prompt, 0, max_new_tokens),
+    asked = {"generator": (generator_prompt, 0, max_new_tokens),
              "verifier": (empty_verifier_prompt, max_new_tokens, verifier_max_new_tokens)}
     for role, context in contexts.items():
-        check_fit(role, *calls[role], context, tokenizer, fmt, longest)
+        check_fit(role, *asked[role], context, tokenizer, fmt, longest)
 
 
 def read_solution(tokenizer, fmt, tokens: list[int]) -> Solution:
@@ -191,12 +167,11 @@ def read_solution(tokenizer, fmt, tokens: list[int]) -> Solution:
 
 @dataclass
 class Verification:
-    """A verifier's completion, read. step_verdicts: one per judged step, None where a step has no verdict; verdict: the
-    final one or None; unmet: which criteria of the format it fails, from UNMET; text: what was read."""
-    step_verdicts: list[bool | None]
-    verdict: bool | None
-    unmet: tuple[str, ...]
-    text: str = ""
+    """A verifier's completion, read."""
+    step_verdicts: list[bool | None]  # one per judged step, None where a step has no verdict
+    verdict: bool | None              # the final one
+    unmet: tuple[str, ...]            # which criteria of the format it fails, from UNMET
+    text: str = ""                    # what was read
 
     @property
     def usable_steps(self) -> list[bool] | None:
@@ -209,19 +184,14 @@ UNMET = ("missing_tags", "step_without_verdict", "step_count_mismatch", "no_fina
 
 
 def parse_verification(fmt, text: str, num_steps: int, stopped: bool = True) -> Verification:
-    """Reads a verification of a solution with `num_steps` steps. Total: any text gives verdicts or None, with the
-    reasons.
-
-    Only this text counts: the verifier's own completion, never its prompt.
-    COMPACT: "3+5:8T;8*2:5F;=F" -> [True, False], False.
-    """
+    """Reads a verification of a solution with `num_steps` steps: the verifier's own completion, never its prompt.
+    Total: any text gives verdicts or None, with the reasons. COMPACT: "3+5:8T;8*2:5F;=F" -> [True, False], False."""
     final_at = text.rfind(fmt.final_open)
-    body, tail = (text[:final_at], text[final_at + len(fmt.final_open):]) if final_at >= 0 else (text, "")
+    body, tail = (text[:final_at], text[final_at + len(fmt.final_open):].strip()) if final_at >= 0 else (text, "")
     spans = fmt.closed_steps(body, fmt.verification_open)
     step_verdicts = [_last_verdict(fmt, body[start:end]) for start, end in spans]
     rest = body[spans[-1][1] if spans else 0:].strip()  # what stands between the last step and the final judgment
     expected_rest = fmt.verification_close if spans else fmt.verification_open + fmt.verification_close
-    tail = tail.strip()
     said = _last_verdict(fmt, tail)
     # Without a closing mark the verdict must be all there is.
     closed = tail.endswith(fmt.final_close) if fmt.final_close else said is None or tail in (fmt.correct, fmt.incorrect)
@@ -246,9 +216,9 @@ def top_score(num: int) -> int:
 def final_judgment(fmt, text: str, stopped: bool) -> str | None:
     """What stands between the last mark of a final judgment and the end of the text; None where the text or the
     judgment has no end."""
-    at = text.rfind(fmt.final_open)
-    tail = text[at + len(fmt.final_open):].strip() if at >= 0 else None
-    if tail is None or not stopped or not tail.endswith(fmt.final_close):
+    _, mark, tail = text.rpartition(fmt.final_open)
+    tail = tail.strip()
+    if not mark or not stopped or not tail.endswith(fmt.final_close):
         return None
     return tail[: len(tail) - len(fmt.final_close)].strip()
 
@@ -260,19 +230,16 @@ def choice_text(fmt, choice: int, graded: bool = False) -> str:
 
 def parse_choice(fmt, text: str, stopped: bool = True, graded: bool = False) -> int | None:
     """Which of two solutions a verification finally prefers: above 0 for A, below 0 for B, its size the strength where
-    it is graded and else 1. Total: any text gives a choice or None.
-
-    The final judgment must be the choice and nothing else. COMPACT: "3+5:8;=A" -> 1; graded, "=B3" -> -3, "=B" -> None.
-    """
+    it is graded and else 1. Total: None unless the final judgment is the choice and nothing else. COMPACT:
+    "3+5:8;=A" -> 1; graded, "=B3" -> -3, "=B" -> None."""
     sizes = STRENGTHS if graded else (1,)
     readable = {choice_text(fmt, sign * size, graded): sign * size for sign in (1, -1) for size in sizes}
     return readable.get(final_judgment(fmt, text, stopped))
 
 
 def parse_scores(fmt, text: str, num: int, stopped: bool = True) -> list[int] | None:
-    """The scores of `num` solutions that a verification ends with. Total: any text gives scores or None, which it does
-    unless they are exactly `num` whole numbers from 0 to TOP_SCORE, of a single solution to 1. COMPACT: "...;=10,3" ->
-    [10, 3]."""
+    """The scores of `num` solutions that a verification ends with. Total: None unless they are exactly `num` whole
+    numbers from 0 to top_score(num). COMPACT: "...;=10,3" -> [10, 3]."""
     said = final_judgment(fmt, text, stopped) or ""
     found = re.fullmatch(f"{re.escape(fmt.scores_open)}([0-9 ,]*){re.escape(fmt.scores_close)}", said)
     parts = [part.strip() for part in found[1].split(",")] if found else []

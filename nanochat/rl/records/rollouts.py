@@ -14,28 +14,19 @@ from tasks.common import Problem
 
 @dataclass
 class Rollouts:
-    """N completions of P prompts.
-
-    tokens (N, T) int64, the end token included; lengths (N,) int64; stopped (N,) bool: it ended itself (finish reason
-    "stop", else "length"); group_id (N,) int64: the prompt of each. sampler_logprobs (N, T) fp32: as it was drawn, NaN
-    for tokens that were not drawn from a role after this prompt. forced (N, T) bool: tokens that a tool put there,
-    never trained, or None. targets (N, T) int64: what each position is asked to predict, None for the tokens
-    themselves. limit: tokens that a completion may have. texts: the completions as text, without their end token.
-    draws: the name of each one's draw, "" where it was given. columns: what rollouts.jsonl is to say of each,
-    beside what every rollout has.
-    """
+    """N completions of P prompts."""
     prompts: list[Prompt]
-    group_id: torch.Tensor
-    tokens: torch.Tensor
-    sampler_logprobs: torch.Tensor
-    lengths: torch.Tensor
-    stopped: torch.Tensor
-    forced: torch.Tensor | None = None
-    targets: torch.Tensor | None = None
-    limit: int = 0
-    texts: list[str] = field(default_factory=list)
-    draws: list[str] = field(default_factory=list)
-    columns: dict[str, list] = field(default_factory=dict)
+    group_id: torch.Tensor               # (N,) int64: the prompt of each
+    tokens: torch.Tensor                 # (N, T) int64, the end token included
+    sampler_logprobs: torch.Tensor       # (N, T) fp32 as drawn, NaN where not drawn from a role after this prompt
+    lengths: torch.Tensor                # (N,) int64
+    stopped: torch.Tensor                # (N,) bool: it ended itself (finish reason "stop", else "length")
+    forced: torch.Tensor | None = None   # (N, T) bool: tokens that a tool put there, never trained
+    targets: torch.Tensor | None = None  # (N, T) int64: what each position is to predict, None: the tokens themselves
+    limit: int = 0                       # tokens that a completion may have
+    texts: list[str] = field(default_factory=list)  # without the end token
+    draws: list[str] = field(default_factory=list)  # the name of each one's draw, "" where it was given
+    columns: dict[str, list] = field(default_factory=dict)  # what rollouts.jsonl says of each beside the usual
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -52,8 +43,7 @@ class Rollouts:
 
     def completions(self) -> list[list[int]]:
         """Token ids of each rollout, end token included."""
-        lengths = self.lengths.tolist()
-        return [row[:n] for row, n in zip(self.tokens.tolist(), lengths, strict=True)]
+        return [row[:n] for row, n in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
 
     def prompt_of(self) -> list[Prompt]:
         """The prompt of each rollout."""
@@ -73,25 +63,19 @@ class Rollouts:
         return chosen.with_prompts(chosen.prompt_of())
 
     def with_prompts(self, prompts: list[Prompt]) -> "Rollouts":
-        """The same completions after other prompts, one for each rollout. Equal prompts about one problem make a
-        group.
-
-        Where a prompt changes, the completion was not drawn from there: its sampler_logprobs become NaN.
-        """
+        """The same completions after other prompts, one for each rollout; equal prompts about one problem make a group.
+        Where a prompt changes, the completion was not drawn from there: its sampler_logprobs become NaN."""
         groups: dict[tuple, int] = {}
-        distinct, group_id = [], []
+        distinct, group_id, device = [], [], self.tokens.device
         for prompt in prompts:
             key = (tuple(prompt.ids), prompt.problem, prompt.copy)
             if key not in groups:
-                groups[key] = len(groups)
                 distinct.append(prompt)
-            group_id.append(groups[key])
-        moved = [new.ids != old.ids for new, old in zip(prompts, self.prompt_of(), strict=True)]
-        device = self.tokens.device
-        logprobs = self.sampler_logprobs.masked_fill(torch.tensor(moved, dtype=torch.bool, device=device)[:, None],
-                                                     float("nan"))
+            group_id.append(groups.setdefault(key, len(groups)))
+        moved = torch.tensor([new.ids != old.ids for new, old in zip(prompts, self.prompt_of(), strict=True)],
+                             dtype=torch.bool, device=device)
         return replace(self, prompts=distinct, group_id=torch.tensor(group_id, dtype=torch.long, device=device),
-                       sampler_logprobs=logprobs)
+                       sampler_logprobs=self.sampler_logprobs.masked_fill(moved[:, None], float("nan")))
 
 
 # tensors, a row each
