@@ -383,15 +383,11 @@ def test_advantages_and_targets_of_another_shape_are_refused():
 
 
 def test_a_memory_that_would_not_come_back_as_it_is_is_refused():
-    check_memory({"pool": {"tokens": torch.ones(2)}, "phase": "warmup", "n": [1, 2.0, 2 ** 1000], "none": None})
-    endless: list = []
-    endless.append(endless)
-    of_kind = [PROBLEMS[0], {1, 2}, CPU, [PROBLEMS[0]], [1, {2}], numpy.float64(1), [1.0, numpy.int64(1)],
-               torch.ones(1, requires_grad=True), torch.nn.Parameter(torch.ones(1), requires_grad=False)]
-    for value, words in [*((value, r"memory\['x'\].* is a ") for value in of_kind), (endless, "is nested more than"),
-                         ({frozenset(): 1}, r"memory\['x'\] has a key of type frozenset"),
-                         (-2 ** 2040, r"memory\['x'\] is a number of 2041 bits")]:
-        with pytest.raises(ValueError, match=words):
+    check_memory({"pool": {"tokens": torch.ones(2)}, "phase": "warmup", "n": [1, 2.0], 3: None})
+    for value in (PROBLEMS[0], {1, 2}, CPU, [PROBLEMS[0]], (1, {2}), numpy.float64(1), [1.0, numpy.int64(1)],
+                  torch.ones(1, requires_grad=True), torch.nn.Parameter(torch.ones(1), requires_grad=False),
+                  {frozenset(): 1}):
+        with pytest.raises(ValueError, match=r"memory\['x'\].* is a "):
             check_memory({"x": value})
 
 

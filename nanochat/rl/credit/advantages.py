@@ -2,8 +2,7 @@
 Credit assignment: sparse rewards -> one advantage per token.
 
 Per reward source: centre and scale within a scope (the group, or the whole batch), spread over tokens; then a weighted
-sum of the sources. There is no loop over rollouts, and nothing waits for the device.
-N rollouts, K reward entries per rollout, T tokens.
+sum of the sources. Nothing waits for the device. N rollouts, K reward entries per rollout, T tokens.
 """
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,15 +14,11 @@ EPSILON = 1e-6  # added to standard deviations, as the paper's trainer did
 
 @dataclass
 class SparseRewards:
-    """The rewards of one source. Entry (n, j) gives rollout n `values[n, j]` at token `token_index[n, j]` where
-    `valid[n, j]`.
-
-    values (N, K) fp32, token_index (N, K) int64, valid (N, K) bool. A rollout without valid entries abstains: it is
-    left out of every baseline and its advantage is 0.
-    """
-    values: torch.Tensor
-    token_index: torch.Tensor
-    valid: torch.Tensor
+    """The rewards of one source: values[n, j] at token token_index[n, j] of rollout n, where valid[n, j]. A rollout
+    without valid entries abstains: it is left out of every baseline and its advantage is 0."""
+    values: torch.Tensor       # (N, K) fp32
+    token_index: torch.Tensor  # (N, K) int64
+    valid: torch.Tensor        # (N, K) bool
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ def to_go(rewards: torch.Tensor) -> torch.Tensor:
 def spread_return_to_go(values, token_index, num_tokens):
     """A token gets the sum of the entries that stand at or after it (Tango eq. 6)."""
     per_token = torch.zeros(len(values), num_tokens, dtype=values.dtype, device=values.device)
-    return per_token.scatter_add_(1, token_index, values).flip(1).cumsum(1).flip(1)
+    return to_go(per_token.scatter_add_(1, token_index, values))
 
 
 def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float,
@@ -149,7 +144,7 @@ PRESETS = {
 
 def normalised(values, valid, group_id, num_groups: int, preset: Preset, reduce: Callable):
     """Entries less the preset's centre, over its scale. -> (N, K), 0 where invalid and, except with center none, in
-    groups whose entries are all equal."""
+    groups whose entries are all equal or a single one."""
     values = values.masked_fill(~valid, 0.0)
     where = (valid, group_id, num_groups, reduce)
     centred = (values - CENTER[preset.center](values, *where)).masked_fill(~valid, 0.0)
@@ -163,11 +158,8 @@ def normalised(values, valid, group_id, num_groups: int, preset: Preset, reduce:
 
 def source_advantages(rewards: SparseRewards, group_id: torch.Tensor, num_tokens: int, preset: Preset,
                       reduce: Callable = alone) -> torch.Tensor:
-    """Advantages (N, T) of one source. group_id (N,) int64 names groups by any numbers, in any order.
-
-    A group whose entries are all equal gets exactly 0, so does one with a single entry (except with center none).
-    reduce is called only for scope "batch": groups never straddle ranks.
-    """
+    """Advantages (N, T) of one source. group_id (N,) int64 names groups by any numbers, in any order. Groups never
+    straddle ranks, so reduce is called for scope "batch" alone."""
     if preset.scope == "batch":
         groups = torch.zeros_like(group_id), 1
     else:
@@ -187,8 +179,7 @@ def blend(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, nu
 
 def merge(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, num_tokens: int, preset: Preset,
           reduce: Callable = alone) -> torch.Tensor:
-    """Advantages (N, T) of the weighted rewards of all sources normalised together: what Tango section 2 found worse
-    than eq. 7."""
+    """Advantages (N, T) of the sources' weighted rewards normalised together: Tango section 2 found it worse."""
     sources = [(weight, rewards) for weight, rewards in sources if weight]  # else it would still move the baseline
     joined = lambda parts: torch.cat(list(parts), dim=1)  # (N, K1 + K2)
     merged = SparseRewards(joined(weight * rewards.values for weight, rewards in sources),
@@ -202,10 +193,8 @@ COMBINE: dict[str, Callable] = {"advantages": blend, "rewards": merge}
 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, reduce: Callable = alone) -> torch.Tensor:
     """Advantages (N, T) less their mean, over their unbiased standard deviation plus EPSILON, both over the masked
-    tokens of all ranks: REINFORCE++ (Hu 2025), masked_whiten of verl. mask (N, T) is 1 or True where a token counts.
-
-    0 off the mask, and everywhere when the masked advantages are all equal or fewer than two. Every rank must call it.
-    """
+    tokens of all ranks, which all must call it: REINFORCE++ (Hu 2025), masked_whiten of verl. mask (N, T). -> 0 off the
+    mask, and everywhere when the masked advantages are all equal or fewer than two."""
     wide = advantages.to(torch.float32 if advantages.device.type == "mps" else torch.float64)  # MPS has no float64
     one_group = torch.zeros(len(advantages), dtype=torch.int64, device=advantages.device)
     return normalised(wide, mask.bool(), one_group, 1, PRESETS["reinforce++"], reduce).to(advantages.dtype)
@@ -215,8 +204,7 @@ def difference_advantages(differences: torch.Tensor, eps: float = EPSILON) -> to
     """Advantages (G,) of a group from how much better each is judged than each other: Think-RM (arXiv 2505.16265).
 
     A_i = (sum_j d_ij / G) / sqrt(sum_jk d_jk^2 / (2 G (G - 1)) + eps). With d_ij = r_i - r_j that is GRPO's
-    (r_i - mean) / std, the standard deviation unbiased. A group of one, or without differences, gets 0. differences
-    (G, G), the i-th row those of i, fp32 or wider.
+    (r_i - mean) / std, the standard deviation unbiased. differences (G, G), fp32 or wider.
     """
     G = len(differences)
     variance = (differences ** 2).sum() / max(1, 2 * G * (G - 1))

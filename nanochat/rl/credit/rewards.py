@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanochat.rl.credit.advantages import SparseRewards, alone
+from nanochat.rl.records.rollouts import grouped
 
 EM_ROUNDS = 10
 # What is believed of verdicts without any data, and as how many observations that counts in every estimate. Luck weighs
@@ -40,8 +41,8 @@ def at_step_ends(step_ends: list[list[int]], values: list[list[float] | None], d
     """A value at the end token of each of a rollout's K steps. None abstains. Raises ValueError where there are not K
     values."""
     width = max([len(ends) for ends in step_ends] + [1])
-    found, token_index = torch.zeros(len(values), width), torch.zeros(len(values), width, dtype=torch.long)
-    valid = torch.zeros(len(values), width, dtype=torch.bool)
+    found, token_index, valid = (torch.zeros(len(values), width, dtype=dtype)
+                                 for dtype in (torch.float32, torch.long, torch.bool))
     for n, (ends, row) in enumerate(zip(step_ends, values, strict=True)):
         if row:
             K = len(ends)
@@ -55,10 +56,8 @@ def at_step_ends(step_ends: list[list[int]], values: list[list[float] | None], d
 
 def keep_groups(outcomes: list[bool | None], group_id: list[int], low: float, high: float) -> list[int]:
     """The rollouts with an outcome whose group's accuracy over such rollouts is from low to high."""
-    groups: dict[int, list[bool]] = {}
-    for outcome, g in zip(outcomes, group_id, strict=True):
-        groups.setdefault(g, []).extend([] if outcome is None else [outcome])
-    inside = {g for g, known in groups.items() if known and low <= sum(known) / len(known) <= high}
+    inside = {g for g, known in grouped(group_id, outcomes).items()
+              if known and low <= sum(known) / len(known) <= high}
     return [n for n, outcome in enumerate(outcomes) if outcome is not None and group_id[n] in inside]
 
 
@@ -75,9 +74,8 @@ def verdict_reward(verdict: bool | None, outcome: bool | None, unmet: tuple[str,
 
 @dataclass
 class ClassWeights:
-    """Tango eq. 9: s_c = sqrt(n / (2 n_c)), at most `cap`, over moving averages of how many judged solutions were right
-    and wrong."""
-    right: float = 0.0
+    """Tango eq. 9: s_c = sqrt(n / (2 n_c)), at most `cap`."""
+    right: float = 0.0  # moving averages of how many judged solutions were right, and wrong
     wrong: float = 0.0
     decay: float = 0.8
     cap: float = 4.0

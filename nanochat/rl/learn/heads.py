@@ -22,15 +22,13 @@ from nanochat.hf.decoder import Decoder, DecoderConfig
 
 @dataclass(frozen=True)
 class Head:
-    """How much of a verifier is the generator's. shares: its lowest layers; trains: its updates move these too; is_one:
-    everything is the generator's."""
-    shares: bool = True
-    trains: bool = True
-    is_one: bool = False
+    """How much of a verifier is the generator's."""
+    shares: bool = True   # its lowest layers
+    trains: bool = True   # its updates move these too
+    is_one: bool = False  # all of it
 
 
 HEADS = {"own": Head(shares=False), "frozen": Head(trains=False), "trunk": Head(), "prompt": Head(is_one=True)}
-OPTIMIZERS = ("own", "shared")
 ALL = -1  # layers
 
 
@@ -43,7 +41,7 @@ def add_head_args(group, role: str, owner: str) -> None:
                        f"checkpoint, that of chat_sft --role both")
     group.add_argument("--verifier-shared-layers", type=at_least(1, also=ALL), default=ALL,
                        help=f"frozen and trunk: how many of the lowest layers are the {owner}'s; -1 = all")
-    group.add_argument("--verifier-optimizer", default="shared", choices=OPTIMIZERS,
+    group.add_argument("--verifier-optimizer", default="shared", choices=["own", "shared"],
                        help="trunk and prompt: AdamW's moments of what both roles train; own: a set for each role, "
                        "which is a third more memory")
 
@@ -73,8 +71,8 @@ def num_shared(args, config) -> int:
 
 
 def shared_names(model: GPT | Decoder, num_layers: int) -> list[str]:
-    """Names of the parameters that `num_layers` shared layers share whole: the embedding, a GPT's smear, and blocks and
-    value embeddings below."""
+    """Names of the parameters that are shared whole: the embedding, a GPT's smear, and the lowest blocks and value
+    embeddings."""
     starts = ("transformer.wte.", "smear_") if isinstance(model, GPT) else ("model.embed_tokens.",)
     names = [name for name, _ in model.named_parameters() if num_layers and name.startswith(starts)]
     for name, _ in model.named_parameters():
@@ -102,10 +100,9 @@ def share_layers(generator: GPT | Decoder, verifier: GPT | Decoder, num_layers: 
     """Makes the verifier's lowest blocks, embedding and smear be the generator's; returns the verifier's private
     parameters.
 
-    num_layers from 0 (nothing is shared) to n_layer (private: the LM head, a GPT's backout, a decoder's last norm).
-    The entries of a GPT's resid_lambdas and x0_lambdas below num_layers follow the generator's (`copy_shared_lambdas`)
-    and take no gradient. An LM head that was tied to the embedding is untied. Raises BadInput when the shapes differ or
-    num_layers is out of range.
+    With n_layer layers these are the LM head, a GPT's backout, a decoder's last norm. The entries of a GPT's
+    resid_lambdas and x0_lambdas below num_layers follow the generator's (`copy_shared_lambdas`) and take no gradient.
+    An LM head that was tied to the embedding is untied. Raises BadInput, see `check_shapes`.
     """
     check_shapes(generator.config, verifier.config, num_layers)
     names = alias_layers(generator, verifier, num_layers)
@@ -118,8 +115,7 @@ def share_layers(generator: GPT | Decoder, verifier: GPT | Decoder, num_layers: 
 
 
 def alias_layers(theirs: GPT | Decoder, ours: GPT | Decoder, num_layers: int) -> list[str]:
-    """Puts one model's shared parameters in the place of another's: also of references and of copies to sample from,
-    where they are equal. -> their names"""
+    """Puts one model's shared parameters in the place of another's, also of references and copies. -> their names"""
     names = shared_names(ours, num_layers)
     for name in names:
         owner, _, leaf = name.rpartition(".")

@@ -10,26 +10,23 @@ import torch
 from nanochat.common import BadInput
 from nanochat.engine import pad_prompts
 from nanochat.rl.credit.aggregation import AGGREGATIONS
-from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.records.rollouts import Rollouts, grouped
 
 
 @dataclass
 class MicroBatch:
-    """U units of R rows. prompt_ids, prompt_positions (U, Tp); tokens (U*R, T) int64, targets (U*R, T) int64: what each
-    position is asked to predict; index (M,) int64: the places of the M trained tokens, row by row; rows (U*R,) int64:
-    which rollouts these are; advantages, weights, sampler_logprobs (U*R, T) fp32; old_logprobs, ref_logprobs (M,) fp32
-    or None."""
-    prompt_ids: torch.Tensor
-    prompt_positions: torch.Tensor
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    index: torch.Tensor
-    rows: torch.Tensor
-    advantages: torch.Tensor
-    weights: torch.Tensor
-    sampler_logprobs: torch.Tensor
-    old_logprobs: torch.Tensor | None = None
-    ref_logprobs: torch.Tensor | None = None
+    """U units of R rows."""
+    prompt_ids: torch.Tensor        # (U, Tp)
+    prompt_positions: torch.Tensor  # (U, Tp)
+    tokens: torch.Tensor            # (U*R, T) int64
+    targets: torch.Tensor           # (U*R, T) int64: what each position is asked to predict
+    index: torch.Tensor             # (M,) int64: the places of the M trained tokens, row by row
+    rows: torch.Tensor              # (U*R,) int64: which rollouts these are
+    advantages: torch.Tensor        # (U*R, T) fp32
+    weights: torch.Tensor           # (U*R, T) fp32
+    sampler_logprobs: torch.Tensor  # (U*R, T) fp32
+    old_logprobs: torch.Tensor | None = None  # (M,) fp32
+    ref_logprobs: torch.Tensor | None = None  # (M,) fp32
 
     @property
     def mask(self) -> torch.Tensor:
@@ -58,23 +55,20 @@ def token_weights(lengths: torch.Tensor, aggregation: str, max_new_tokens: int, 
 def pack(rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor, max_tokens: int, keep_idle: bool,
          prefix_sharing: bool = True) -> list[MicroBatch]:
     """Micro-batches of at most `max_tokens` tokens (one unit may exceed it), sorted by length. Without prefix_sharing
-    every unit is one row, and a group's prompt is run once per rollout; the gradient is the same.
+    every unit is one row, whose prompt is run for it alone.
 
-    advantages (N, T), weights (N,). Groups whose advantages are all 0 teach nothing and are left out, unless keep_idle
-    (a loss with KL or entropy terms). The weights were taken over the whole batch before, so neither this nor the split
-    changes the gradient. Raises BadInput where advantages or targets are not of the tokens' shape.
+    advantages (N, T), weights (N,): of the whole batch, so that the split does not change the gradient. Groups whose
+    advantages are all 0 teach nothing and are left out, unless keep_idle (a loss with KL or entropy terms). Raises
+    BadInput where advantages or targets are not of the tokens' shape.
     """
     for name, x in (("advantages", advantages), ("targets", rollouts.targets)):
         if x is not None and x.shape != rollouts.tokens.shape:
             raise BadInput(f"{name} have the shape {tuple(x.shape)}, the rollouts' tokens "
-                             f"{tuple(rollouts.tokens.shape)}")
+                           f"{tuple(rollouts.tokens.shape)}")
     lengths, widths = rollouts.lengths.tolist(), [len(prompt.ids) for prompt in rollouts.prompts]
     idle = (advantages == 0).all(dim=1).tolist()
-    groups: dict[int, list[int]] = {}
-    for n, g in enumerate(rollouts.group_id.tolist()):
-        groups.setdefault(g, []).append(n)
     units = []  # (rows, tokens of a prompt, tokens of the longest completion, group)
-    for g, rows in groups.items():
+    for g, rows in grouped(rollouts.group_id.tolist(), range(len(lengths))).items():
         if keep_idle or not all(idle[n] for n in rows):
             longest = max(lengths[n] for n in rows)
             per_unit = min(len(rows), max(1, (max_tokens - widths[g]) // longest)) if prefix_sharing else 1
@@ -82,8 +76,7 @@ def pack(rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor, ma
     units.sort(key=lambda unit: (len(unit[0]), unit[2], unit[1]))
     batches, current = [], []
     for unit in units:
-        grown = current + [unit]
-        R = len(unit[0])
+        grown, R = current + [unit], len(unit[0])
         size = len(grown) * (max(u[1] for u in grown) + R * max(u[2] for u in grown))
         if current and (len(current[0][0]) != R or size > max_tokens):
             batches.append(current)
@@ -95,8 +88,7 @@ def pack(rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor, ma
 
 
 def pad_batches(batches: list[MicroBatch], num: int, device) -> list[MicroBatch]:
-    """Adds micro-batches of one token that is not trained until there are `num`: ranks that shard weights must run as
-    many as each other."""
+    """Adds micro-batches of one untrained token until there are `num`: ranks that shard weights run equally many."""
     token, zero = torch.zeros(1, 1, dtype=torch.long, device=device), torch.zeros(1, 1, device=device)
     none, row = token[0, :0], token[0]
     return batches + [MicroBatch(token, token, token, token, none, row, zero, zero, zero)

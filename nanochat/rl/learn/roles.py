@@ -19,18 +19,13 @@ from nanochat.weights import copy_of, inference_model, is_sharded, refresh
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """What a recipe says of a role.
-
-    tag: the flag that names its starting checkpoint, whose default is --model-tag with `ending` after it; lr: the flag
-    of its learning rate, by default --lr; trained: it has an optimizer; reference: its starting weights are kept, also
-    without a KL term; shares: the role whose weights can be its own too, as --verifier-head says.
-    """
-    tag: str = "--model-tag"
+    """What a recipe says of a role."""
+    tag: str = "--model-tag"  # the flag that names its starting checkpoint; default: --model-tag with `ending` after it
     ending: str = ""
-    lr: str = "--lr"
-    trained: bool = True
-    reference: bool = False
-    shares: str | None = None
+    lr: str = "--lr"          # the flag of its learning rate; default: --lr
+    trained: bool = True      # it has an optimizer
+    reference: bool = False   # its starting weights are kept, also without a KL term
+    shares: str | None = None  # the role whose weights can be its own too, as --verifier-head says
 
     @property
     def source(self) -> str:
@@ -55,27 +50,20 @@ def trained_roles(specs: dict[str, RoleSpec]) -> list[str]:
 
 @dataclass
 class Role:
-    """A role of a run. `parameters` are the ones its updates move: all of the model, or the private part of a shared
-    trunk.
-
-    reference: a frozen copy of the starting weights, or None. A role that is not trained has no optimizer, and weights
-    of the activations' dtype. trunk_of: the role that owns its lowest `num_shared` layers, or all of it.
-    start: the checkpoint that it started from.
-    """
+    """A role of a run. One that is not trained has no optimizer, and weights of the activations' dtype."""
     name: str
     model: GPT | Decoder
-    parameters: list[torch.nn.Parameter]
+    parameters: list[torch.nn.Parameter]  # that its updates move: all, or the private part of a shared trunk
     optimizer: torch.optim.Optimizer | None = None
-    reference: GPT | Decoder | None = None
+    reference: GPT | Decoder | None = None  # a frozen copy of the starting weights
     lr: float = 0.0
-    trunk_of: str | None = None
+    trunk_of: str | None = None             # the role that owns its lowest `num_shared` layers, or all of it
     num_shared: int = 0
-    start: "Start | None" = None
+    start: "Start | None" = None            # the checkpoint that it started from
 
 
 def trainable_only(model: GPT | Decoder, parameters: list[torch.nn.Parameter]) -> None:
-    """Makes exactly `parameters` require gradients among the model's: shared blocks cost no backward pass in a verifier
-    phase."""
+    """Makes exactly `parameters` require gradients: shared blocks cost no backward pass in a verifier's phase."""
     chosen = {id(p) for p in parameters}
     for p in model.parameters():
         p.requires_grad_(id(p) in chosen)
@@ -96,12 +84,11 @@ def set_recompute(model: GPT | Decoder, recompute: bool, name: str) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """The checkpoint that a role starts from, the fingerprint of its weights (checkpoint.fingerprint), and its stage,
-    sft or rl."""
+    """The checkpoint that a role starts from."""
     tag: str
     step: int
-    fingerprint: int
-    source: str = "sft"
+    fingerprint: int     # of its weights (checkpoint.fingerprint)
+    source: str = "sft"  # its stage: sft or rl
 
     def path(self, part: str) -> str:
         """Of its "meta.json" or "model.pt"."""
@@ -110,10 +97,8 @@ class Start:
 
 
 def find_starts(args, specs: dict[str, RoleSpec], recorded: dict | None = None) -> dict[str, Start]:
-    """Where each role starts from. recorded: as a run that is continued wrote it down; then those steps are taken.
-
-    Raises BadInput for a checkpoint that is missing, or no longer what the run started from.
-    """
+    """Where each role starts from. recorded: as a continued run wrote it down, whose steps are taken. Raises BadInput
+    for a checkpoint that is missing, or no longer what the run started from."""
     starts = {}
     for name, spec in specs.items():
         tag, source = getattr(args, name_of(spec.tag)), getattr(args, name_of(spec.source))
@@ -163,11 +148,7 @@ def check_configs(args, specs: dict[str, RoleSpec], configs: dict) -> None:
 def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], device,
                dtype: torch.dtype) -> dict[str, Role]:
     """The roles of a run from their starting checkpoints; those that are trained get an optimizer, and a reference
-    where there is a KL term or the recipe asks for one.
-
-    args: shard, recompute, kl_coef, the learning rates, and where a role can share the flags of heads.add_head_args.
-    Raises BadInput.
-    """
+    where there is a KL term or the recipe asks for one. Raises BadInput."""
     roles: dict[str, Role] = {}
     for name, spec in specs.items():
         start, head, owner = starts[name], head_of(args, spec), roles.get(spec.shares)

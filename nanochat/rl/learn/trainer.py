@@ -18,12 +18,12 @@ from nanochat.weights import free_gathered, refresh
 
 
 def completion_hidden(model, batch: MicroBatch) -> torch.Tensor:
-    """Hidden states that predict the completion tokens up to the last trained one of each row, each prompt run once for
-    its rows. What is given for later tokens means nothing. -> (U*R, T, C)"""
+    """Hidden states that predict the completion tokens, each prompt run once for its rows; those after the last trained
+    token of a row mean nothing. -> (U*R, T, C)"""
     U, T = len(batch.prompt_ids), batch.tokens.shape[1]
     R = len(batch.tokens) // U
-    # The last token predicts nothing; one that is alone is run all the same, so that every rank gathers sharded weights
-    # as often.
+    # The last token predicts nothing; where it is alone it is run all the same: ranks gather sharded weights equally
+    # often.
     inputs = batch.tokens[:, : max(1, T - 1)]
     prompt_lengths = (batch.prompt_positions < PADDING_POSITION).sum(dim=1)
     positions = (prompt_lengths.repeat_interleave(R)[:, None]
@@ -48,9 +48,9 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
            temperature: float, device, check_stop=lambda: None, breaks_off=lambda: False) -> dict:
     """One optimizer step on all micro-batches of all ranks; returns its metrics.
 
-    Gradients are summed over micro-batches and ranks: the denominators are in the weights. When the loss or the
-    gradient is not finite on any rank, no rank steps and the metrics say skipped = 1. check_stop is called on all ranks
-    before the step; breaks_off, before each micro-batch, says whether the rest is left out since check_stop will raise.
+    Gradients are summed: the denominators are in the weights. When the loss or the gradient is not finite on any rank,
+    no rank steps and the metrics say skipped = 1. check_stop is called on all ranks before the step; breaks_off, before
+    each micro-batch, says whether the rest is left out since check_stop will raise.
     """
     trainable_only(role.model, role.parameters)
     role.optimizer.zero_grad(set_to_none=True)
@@ -80,22 +80,18 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
     values = dict(zip(SUMS, sums.tolist(), strict=True))
     num_tokens, num_drawn = max(values.pop("num_tokens"), 1.0), values.pop("num_drawn")
     loss_sum, diff_sum = values.pop("loss"), values.pop("rollout_probs_diff_mean")
-    metrics = {"loss": loss_sum, **{name: value / num_tokens for name, value in values.items()},
-               "rollout_probs_diff_mean": diff_sum / num_drawn if num_drawn else None,
-               "rollout_logprobs_diff_max": float(gap) if num_drawn else None}
-    if not loss.kl_coef:
-        metrics["kl"] = None  # not measured without a reference
-    metrics |= {"grad_norm": grad_norm, "lr": lr, "skipped": 0}
-    if not math.isfinite(grad_norm) or not math.isfinite(metrics["loss"]):
-        metrics["skipped"] = 1
-        role.optimizer.zero_grad(set_to_none=True)
-        return metrics
-    for group in role.optimizer.param_groups:
-        group["lr"] = lr
-    role.optimizer.step()
+    is_finite = math.isfinite(grad_norm) and math.isfinite(loss_sum)
+    if is_finite:
+        for group in role.optimizer.param_groups:
+            group["lr"] = lr
+        role.optimizer.step()
     role.optimizer.zero_grad(set_to_none=True)
     refresh(role.model)
-    return metrics
+    return {"loss": loss_sum, **{name: value / num_tokens for name, value in values.items()},
+            "rollout_probs_diff_mean": diff_sum / num_drawn if num_drawn else None,
+            "rollout_logprobs_diff_max": float(gap) if num_drawn else None,
+            **({} if loss.kl_coef else {"kl": None}),  # not measured without a reference
+            "grad_norm": grad_norm, "lr": lr, "skipped": int(not is_finite)}
 
 
 SUMS = ("num_tokens", "num_drawn", "loss", "entropy", "kl", "clip_ratio/low", "clip_ratio/high",

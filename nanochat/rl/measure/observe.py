@@ -15,7 +15,7 @@ from nanochat.rl.measure.voting import auroc
 from nanochat.rl.play.play import Play
 from nanochat.rl.records.outcomes import labels_of
 from nanochat.rl.records.prompts import Verification
-from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.records.rollouts import Rollouts, grouped
 
 
 def observe(t: Play, role: str, solutions: Rollouts, rewards: list[float | None], advantages: torch.Tensor,
@@ -42,9 +42,7 @@ def log_rewards(t: Play, role: str, rollouts: Rollouts, rewards: list[float | No
     if any(reward is not None and math.isnan(reward) for reward in rewards):
         raise BadInput(f"a reward of the {role} is nan; one that cannot be told is None")
     rollouts.columns["reward"] = [None if reward is None else float(reward) for reward in rewards]
-    groups: dict[int, list[float]] = {}
-    for g, reward in zip(rollouts.group_id.tolist(), rewards, strict=True):
-        groups.setdefault(g, []).extend([] if reward is None else [float(reward)])
+    groups = grouped(rollouts.group_id.tolist(), rollouts.columns["reward"])
     num_rollouts = t.reduce(torch.tensor(len(rewards), device=t.device)).item()
     t.log(role, {"num_rollouts": num_rollouts} | t.mean({
         "reward": rewards, "reward_std": [pstdev(g) for g in groups.values() if g],
@@ -55,19 +53,16 @@ def log_rewards(t: Play, role: str, rollouts: Rollouts, rewards: list[float | No
 
 def log_variances(t: Play, role: str, rollouts: Rollouts, sources: dict[str, SparseRewards]) -> None:
     """Logs how far each reward source tells the rollouts of a prompt apart: variance/<source>, the mean over groups of
-    the unbiased variance of what a rollout earns from it in all; zero_variance/<source>, the share of groups where that
-    is 0.
-
-    A source teaches slowly where it varies little, however accurate it is (Razin et al. 2025, arXiv 2503.15477). Where
-    fewer than two rollouts of a group are scorable nothing varies.
-    """
+    the unbiased variance of what a rollout earns from it, 0 with fewer than two; zero_variance/<source>, the share of
+    groups where it is 0. A source that varies little teaches slowly, however accurate it is (Razin et al. 2025, arXiv
+    2503.15477)."""
     found = {}
     for name, rewards in sources.items():
-        sums, known = rewards.values.masked_fill(~rewards.valid, 0.0).sum(dim=1).tolist(), rewards.valid.any(dim=1)
-        groups: dict[int, list[float]] = {g: [] for g in rollouts.group_id.tolist()}
-        for g, total, is_known in zip(rollouts.group_id.tolist(), sums, known.tolist(), strict=True):
-            groups[g] += [total] if is_known else []
-        within = [variance(group) if len(group) > 1 else 0.0 for group in groups.values()]
+        sums = rewards.values.masked_fill(~rewards.valid, 0.0).sum(dim=1).tolist()
+        known = [total if is_known else None
+                 for total, is_known in zip(sums, rewards.valid.any(dim=1).tolist(), strict=True)]
+        within = [variance(group) if len(group) > 1 else 0.0
+                  for group in grouped(rollouts.group_id.tolist(), known).values()]
         found |= {f"variance/{name}": within, f"zero_variance/{name}": [v == 0 for v in within]}
     t.log(role, t.mean(found))
 

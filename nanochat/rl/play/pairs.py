@@ -11,7 +11,7 @@ from nanochat.common import BadInput
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.play.play import Play, Update
-from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.records.rollouts import Rollouts, grouped
 
 
 def add_pair_args(group) -> None:
@@ -29,11 +29,9 @@ def check(args, task) -> None:
 def best_and_worst(rewards: list[float | None], group_id: list[int]) -> tuple[list[int], list[int]]:
     """Of each group the rollouts with the highest and with the lowest reward, of equal ones the first. None is neither,
     and a group of equal rewards has no pair. -> the indices of the chosen, those of the rejected"""
-    groups: dict[int, list[int]] = {}
-    for n, (g, reward) in enumerate(zip(group_id, rewards, strict=True)):
-        if reward is not None:
-            groups.setdefault(g, []).append(n)
-    pairs = [(max(group, key=rewards.__getitem__), min(group, key=rewards.__getitem__)) for group in groups.values()]
+    known = [None if reward is None else n for n, reward in enumerate(rewards)]
+    pairs = [(max(group, key=rewards.__getitem__), min(group, key=rewards.__getitem__))
+             for group in grouped(group_id, known).values() if group]
     pairs = [(w, l) for w, l in pairs if rewards[w] > rewards[l]]
     return [w for w, _ in pairs], [l for _, l in pairs]
 

@@ -3,6 +3,7 @@ Rollouts: completions with the prompts that they stand after.
 
 P prompts, N rollouts, T tokens.
 """
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -104,3 +105,11 @@ def join(parts: list[Rollouts]) -> Rollouts:
                      draws=[draw for part in parts for draw in part.draws or [""] * len(part)],
                      columns={name: [value for part in parts for value in part.columns[name]] for name in shared})
     return whole.with_prompts(whole.prompt_of())
+
+
+def grouped(keys: Iterable, values: Iterable) -> dict:
+    """The values of each key, in the order in which keys first come; None is left out."""
+    groups: dict = {}
+    for key, value in zip(keys, values, strict=True):
+        groups.setdefault(key, []).extend([] if value is None else [value])
+    return groups
