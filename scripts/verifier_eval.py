@@ -24,9 +24,8 @@ from nanochat.cli import add_device_arg, at_least, check_name, new_parser, scrip
 from nanochat.common import BadInput, gather_lists, init_device, print0, rank_and_world
 from nanochat.engine import check_temperature
 from nanochat.hf.tokenizer import load_tokenizer
-from nanochat.rl.measure.scores import first_error, majority
-from nanochat.rl.measure.voting import (SCORES, aligned, calibration, choose, final_share, first_error_scores,
-                                        mean_scores, step_share)
+from nanochat.rl.measure.scores import aligned, first_error, first_error_scores, majority
+from nanochat.rl.measure.voting import SCORES, calibration, choose, final_share, mean_scores, step_share
 from nanochat.rl.play.sampling import Sampler
 from nanochat.rl.records.outcomes import ENDLESS, answers_of, labels_of, outcomes_of, problems_of
 from nanochat.rl.records.prompts import (Solution, Verification, check_prompts_fit, count_copies, read_solution,

@@ -10,10 +10,9 @@ from hypothesis import example, given, settings, strategies as st
 from test_multiple_choice import cache  # noqa: F401
 
 from nanochat.common import BadInput
-from nanochat.rl.measure.scores import first_error
-from nanochat.rl.measure.voting import (SCORES, aligned, auroc, best_of_n, brier, calibration, choose,
-                                        expected_calibration_error, first_error_scores, mean_scores, reliability,
-                                        weighted_vote)
+from nanochat.rl.measure.scores import aligned, first_error, first_error_scores
+from nanochat.rl.measure.voting import (SCORES, auroc, best_of_n, brier, calibration, choose,
+                                        expected_calibration_error, mean_scores, reliability, weighted_vote)
 from nanochat.rl.records.prompts import verifier_prompt
 from tasks.formats import COMPACT, LINES, PAPER
 from tasks.processbench import HUB, LabelledSolution, find_tables, load_processbench, solution_text

@@ -105,18 +105,13 @@ def test_where_a_curve_first_reaches_a_level(ys, level, expected):
     assert first_reach([0.0, 10.0, 20.0], ys, level) == (None if expected is None else pytest.approx(expected))
 
 
-def test_a_curve_without_points_reaches_nothing_and_says_so():
-    with pytest.raises(ValueError):
-        first_reach([], [], 0.5)
-
-
 def test_area_under_is_the_mean_height():
     assert area_under([0, 10, 20], [0.0, 1.0, 1.0]) == pytest.approx(0.75)
     assert area_under([0, 10, 40], [0.0, 1.0, 1.0]) == pytest.approx(0.875)
     # a warm-up: two evaluations at generator step 0
     assert area_under([0, 0, 10], [0.3, 0.5, 0.5]) == pytest.approx(0.5)
     assert area_under([0, 0, 0], [0.3, 0.3, 0.3]) == pytest.approx(0.3)  # a fixed generator
-    assert area_under([5], [0.3]) == 0.3
+    assert area_under([5], [0.3]) == 0.3 and area_under([], []) is first_reach([], [], 0.5) is None
 
 
 def test_interval_is_students_t():
@@ -446,7 +441,7 @@ def test_a_summary_with_wrong_values_is_refused(tmp_path, key):
     folder = make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.3, 0.5], [0.7, 0.8, 0.9])
     path = tmp_path / "runs" / "chain-tango-s0" / "summary.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), key: None}))
-    with pytest.raises(BadInput, match=f"summary.json: {key} is None, expected a (whole )?number"):
+    with pytest.raises(BadInput, match=f"summary.json: {key} is None, not a number"):
         read_run(folder)
 
 
@@ -579,7 +574,7 @@ def test_a_file_is_no_run(experiment, capsys):
     with pytest.raises(SystemExit) as stop:
         script_main(report.main, report.make_parser(), [str(path)])
     assert stop.value.code == 2
-    assert capsys.readouterr().err == f"error: {path}: neither a folder nor a run ({path} is no folder)\n"
+    assert capsys.readouterr().err == f"error: {path}: neither a folder nor a run ({path})\n"
 
 
 def test_curves_are_drawn_whatever_backend_the_environment_names(experiment):

@@ -15,8 +15,8 @@ from nanochat import recipes
 from nanochat.checkpoint import load_model
 from nanochat.cli import script_main
 from nanochat.engine import generate, row_key
-from nanochat.rl.measure.scores import first_error, majority
-from nanochat.rl.measure.voting import SCORES, aligned, calibration, choose, first_error_scores, mean_scores
+from nanochat.rl.measure.scores import aligned, first_error, first_error_scores, majority
+from nanochat.rl.measure.voting import SCORES, calibration, choose, mean_scores
 from nanochat.rl.play import sampling
 from nanochat.rl.records import outcomes
 from nanochat.rl.records.prompts import Verification, parse_verification

@@ -15,11 +15,13 @@ from nanochat.rl.play.play import Play
 from nanochat.rl.records.outcomes import answers_of, has_numbers, lenient_outcomes
 
 SPLITS = {"test_in": "in", "test_out": "out"}  # a finite task may have no test_out
-PAIR_TABLE = {  # of `scores_of_pair`, for a recipe's TABLE
+PASS_AT_1 = {  # for a recipe's TABLE
     "gen/pass1_in": "generator greedy pass@1, in distribution",
     "gen/pass1_out": "generator greedy pass@1, out of distribution",
     "gen/pass1_lenient_in": "the same by the last number, in distribution",
     "gen/pass1_lenient_out": "the same by the last number, out of distribution",
+}
+PAIR_TABLE = PASS_AT_1 | {  # of `scores_of_pair`
     "ver/outcome_f1_fixed": "verifier outcome F1 (macro), fixed solutions",
     "ver/balanced_acc_fixed": "verifier balanced accuracy, fixed solutions",
     "ver/step_f1_fixed": "verifier step F1 (macro, gold labels), fixed solutions",
@@ -45,7 +47,7 @@ def pass_at_1(t: Play, role: str = "generator", tool: Callable[[], Tool | None] 
     for split, name in SPLITS.items():
         solutions = t.solve("eval", t.problems(t.args.eval_examples, split), 1, role=role, greedy=True, tool=tool())
         right = are_right(t.gather(t.check(solutions)), split)
-        scores[f"{short_name(role)}/pass1_{name}"] = sum(right) / len(right) if right else None
+        scores[f"{short_name(role)}/pass1_{name}"] = share_of(right)
         if has_numbers(t.task):
             lenient = t.gather(lenient_outcomes(t.task, solutions.problems(), solutions.texts))
             scores[f"{short_name(role)}/pass1_lenient_{name}"] = share_of(lenient)
@@ -101,8 +103,7 @@ def sampled_scores(t: Play, role: str, num_problems: int) -> dict:
     for i in range(0, len(outcomes), k):
         answers = answers_of(t.task, rollouts.texts[i: i + k])
         vote = majority(answers)
-        rows.append([outcomes[i: i + k], None if vote is None else answers.index(vote),
-                     sum(stopped[i: i + k])])
+        rows.append([outcomes[i: i + k], None if vote is None else answers.index(vote), sum(stopped[i: i + k])])
     rows = t.gather(rows)
     n, right = len(rows), are_right([outcome for row, _, _ in rows for outcome in row], "test_in")
     groups = [right[i: i + k] for i in range(0, len(right), k)]

@@ -49,16 +49,24 @@ def first_error(verdicts: list[bool | None]) -> int | None:
     return next((k for k, v in enumerate(verdicts) if v is False), None if None in verdicts else -1)
 
 
+def first_error_scores(labels: list[int], predictions: list[int | None]) -> dict:
+    """ProcessBench's scores (Zheng et al. 2024): error_acc, the share of erroneous samples (label >= 0) whose first
+    error is found exactly; correct_acc, that of correct ones (-1) with none claimed; f1, their harmonic mean. None
+    where a kind does not occur. A prediction None is wrong."""
+    a, b = (share_of([l == p for l, p in zip(labels, predictions, strict=True) if (l >= 0) is kind])
+            for kind in (True, False))
+    return {"error_acc": a, "correct_acc": b,
+            "f1": None if a is None or b is None else 2 * a * b / (a + b) if a + b else 0.0}
+
+
 def first_error_f1(labels: list[list[bool]], verdicts: list[list[bool | None]]) -> float | None:
-    """Harmonic mean of the share of erroneous solutions whose first error is found and the share of correct ones with
-    none claimed (ProcessBench); None unless both kinds occur."""
-    hits: dict[bool, list[bool]] = {True: [], False: []}
-    for l, v in zip(labels, verdicts, strict=True):
-        hits[first_error(l) == -1].append(first_error(l) == first_error(v))
-    if not hits[True] or not hits[False]:
-        return None
-    a, b = (sum(h) / len(h) for h in hits.values())
-    return 2 * a * b / (a + b) if a + b else 0.0
+    """The f1 of `first_error_scores`, of a list per solution."""
+    return first_error_scores(list(map(first_error, labels)), list(map(first_error, verdicts)))["f1"]
+
+
+def aligned(step_verdicts: list[bool | None], num_steps: int) -> list[bool | None]:
+    """The verdicts of exactly `num_steps` steps: missing ones are None, those of no step are left out."""
+    return (step_verdicts + [None] * num_steps)[:num_steps]
 
 
 def verdict_row(task, problem, solution: str, outcome: bool | None, verification) -> list:
@@ -75,8 +83,7 @@ def correlation(xs: list[float], ys: list[float]) -> float | None:
 
 def ranking_reversed(outcomes: list[bool | None], advantages: list[float], num_samples: int) -> list[bool]:
     """Per group that has right and wrong rollouts: whether a wrong one has a larger mean advantage per token than a
-    right one. The outcome reward alone never does that; the step reward may, with reason (a lucky answer) or
-    without."""
+    right one, which step rewards alone may cause, with reason (a lucky answer) or without."""
     reversed_groups = []
     for i in range(0, len(outcomes), num_samples):
         group = list(zip(outcomes[i: i + num_samples], advantages[i: i + num_samples], strict=True))
@@ -93,12 +100,11 @@ def share_of(hits: list[float]) -> float | None:
 def verdict_scores(rows: list[list]) -> dict:
     """A verifier's scores over `verdict_row`s. A missing verdict counts as wrong; solutions without an outcome count
     for steps alone, those whose steps have no gold labels for verdicts alone. wrong_steps_passed: the share of the
-    wrong steps that it judges right; right_steps_blamed: of the right steps that it judges wrong. A missing verdict is
-    neither."""
+    wrong steps that it judges right; right_steps_blamed: of the right steps that it judges wrong."""
     scored = [(outcome, verdict) for outcome, _, verdict, _, _ in rows if outcome is not None]
     outcomes, said = [o for o, _ in scored], [v for _, v in scored]
     labels = [row[1] for row in rows]
-    verdicts = [(row[3] + [None] * len(row[1]))[: len(row[1])] for row in rows]
+    verdicts = [aligned(row[3], len(row[1])) for row in rows]
     step_labels, step_said = [x for row in labels for x in row], [x for row in verdicts for x in row]
     # a task without step labels has none where there are steps
     known = [i for i, row in enumerate(rows) if row[1] or not row[3]]

@@ -9,7 +9,7 @@ from nanochat.checkpoint import weights_in
 from nanochat.common import wide_dtype
 from nanochat.rl.learn.roles import Role, short_name
 from nanochat.rl.measure.evals import SPLITS, are_right
-from nanochat.rl.measure.scores import pass_at_k
+from nanochat.rl.measure.scores import pass_at_k, share_of
 from nanochat.rl.play.play import Play
 from nanochat.rl.records.prompts import generator_prompt
 from nanochat.weights import is_sharded, part_of
@@ -74,7 +74,6 @@ def sampled(counts: list[int], num_samples: int) -> dict[str, float | None]:
     """pass@k for each power of two up to the number of samples, and the unbiased variance of a problem's outcomes, both
     as means over problems. counts: right samples of each problem."""
     n = num_samples
-    mean = lambda values: sum(values) / len(values) if values else None
-    ks = [2 ** i for i in range(n.bit_length())]
-    return ({f"pass_at_{k}": mean([pass_at_k(n, c, k) for c in counts]) for k in ks}
-            | {"outcome_variance": mean([c * (n - c) / (n * (n - 1)) for c in counts])})
+    return ({f"pass_at_{k}": share_of([pass_at_k(n, c, k) for c in counts])
+             for k in (2 ** i for i in range(n.bit_length()))}
+            | {"outcome_variance": share_of([c * (n - c) / (n * (n - 1)) for c in counts])})

@@ -8,28 +8,9 @@ from bisect import bisect_left, bisect_right
 
 from nanochat.rl.measure.scores import majority, pass_at_k
 
-NUM_BINS = 10
-
-
-def aligned(step_verdicts: list[bool | None], num_steps: int) -> list[bool | None]:
-    """The verdicts of exactly `num_steps` steps, as evals.verdict_scores reads them: missing ones are None, those of no
-    step are left out."""
-    return (step_verdicts + [None] * num_steps)[:num_steps]
-
-
-def first_error_scores(labels: list[int], predictions: list[int | None]) -> dict:
-    """ProcessBench's scores (Zheng et al. 2024): error_acc, the share of erroneous samples (label >= 0) whose first
-    error is found exactly; correct_acc, that of correct ones (-1) with none claimed; f1, their harmonic mean. None
-    where a kind does not occur. A prediction None is wrong."""
-    hits = {kind: [l == p for l, p in zip(labels, predictions, strict=True) if (l >= 0) is kind]
-            for kind in (True, False)}
-    a, b = (sum(h) / len(h) if h else None for h in hits.values())
-    f1 = None if a is None or b is None else 2 * a * b / (a + b) if a + b else 0.0
-    return {"error_acc": a, "correct_acc": b, "f1": f1}
-
 
 def mean_scores(rows: list[dict]) -> dict:
-    """The mean of each score over several rows of first_error_scores; None where one of them has none."""
+    """The mean of each score over several rows of `first_error_scores`; None where one of them has none."""
     return {name: None if any(row[name] is None for row in rows) else sum(row[name] for row in rows) / len(rows)
             for name in ("error_acc", "correct_acc", "f1")}
 
@@ -107,7 +88,7 @@ def auroc(shares: list[float], outcomes: list[bool]) -> float | None:
     return sum(bisect_left(wrong, p) + bisect_right(wrong, p) for p in right) / (2 * len(right) * len(wrong))
 
 
-def reliability(shares: list[float], outcomes: list[bool], num_bins: int = NUM_BINS) -> list[dict]:
+def reliability(shares: list[float], outcomes: list[bool], num_bins: int = 10) -> list[dict]:
     """Bins of equal width, the last one closed, without empty ones: low, high, count, the mean share and how many of
     them are right (a share too)."""
     bins: dict[int, list] = {}

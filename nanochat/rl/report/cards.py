@@ -3,21 +3,17 @@ Rollouts as the report shows them: cut at their steps, their text cut where the 
 """
 from statistics import mean
 
-# What a card shows of a logged rollout in places of its own, of which of fields.KINDS; other columns are facts. Older
-# runs do not say where tokens end.
-SHOWN = {"step": "a whole number", "role": "a text", "call": "a text or null", "problem": "a text", "gold": "a text",
-         "solution": "a text", "outcome": "true or false or null", "step_labels": "a list of true, false and null",
-         "step_spans": "a list of pairs of whole numbers", "step_ends": "a list of whole numbers",
-         "token_ends": "a list of whole numbers or null", "finish_reason": "a text",
-         "advantages": "a list of numbers and nulls", "completion": "a text or null", "verification": "a text or null",
-         "step_verdicts": "a list of true, false and null or null", "verdict": "true or false or null",
-         "unmet": "a list of texts or null", "reward": "a number or null", "turns": "a list of pairs of texts or null",
-         "proposed": "a text or null"}
+from nanochat.rl.records.rollouts import grouped
+
+# What a card shows of a logged rollout in places of its own; other columns are facts.
+SHOWN = {"step", "role", "call", "problem", "gold", "solution", "outcome", "step_labels", "step_spans", "step_ends",
+         "token_ends", "finish_reason", "advantages", "completion", "verification", "step_verdicts", "verdict", "unmet",
+         "reward", "turns", "proposed"}
 
 
 def segments(text: str, start: int, end: int, token_ends: list[int], advantages: list[float]) -> list[list]:
-    """text[start:end] as [text, advantage] pairs, cut where the advantage changes; after the last token's text, and
-    without tokens, it is None. A token without text (the end token, where it is inside) is a pair of its own."""
+    """text[start:end] as [text, advantage] pairs, cut where the advantage changes; it is None after the last token's
+    text. A token without text (the end token, where it is inside) is a pair of its own."""
     found, at = [], 0
     for token_end, advantage in zip(token_ends, advantages, strict=False):
         piece = text[max(at, start): min(token_end, end)]
@@ -43,9 +39,9 @@ def player_of(rollout: dict) -> str:
 
 
 def card(rollout: dict, solver: str = "generator") -> dict:
-    """A logged rollout as a card: its solution step by step, each step with verdict, gold label and mean advantage, and
-    the texts after it. The text that was learned from is cut where its advantage changes. solver: the role whose
-    verified solutions are its own."""
+    """A logged rollout as a card: its solution step by step, each with verdict, gold label and mean advantage, and the
+    texts after it. The text that was learned from is cut into `segments`. solver: the role whose verified solutions are
+    its own."""
     spans, text, verdicts = rollout["step_spans"], rollout["solution"], rollout.get("step_verdicts") or []
     completion, verification = rollout.get("completion"), rollout.get("verification")
     is_own = completion is None and (rollout["role"] == solver or verification is None)
@@ -77,9 +73,7 @@ def card(rollout: dict, solver: str = "generator") -> dict:
 def cards(rollouts: list[dict], solver: str, most: int) -> list[dict]:
     """The cards of a run, those of one step about one problem with the same `group`: whole groups, evenly spread over
     the run, about `most` cards in all and at least one group."""
-    groups: dict[tuple, list[dict]] = {}
-    for rollout in rollouts:
-        groups.setdefault((rollout["step"], rollout["problem"]), []).append(rollout)
+    groups = grouped(((rollout["step"], rollout["problem"]) for rollout in rollouts), rollouts)
     fitting = len(groups) * most // max(1, len(rollouts))
     chosen = evenly(list(groups.values()), max(1, fitting))
     return [{**card(rollout, solver), "group": g} for g, group in enumerate(chosen) for rollout in group]

@@ -7,17 +7,15 @@ None where it was not verified), verifications, malformed (numbers of them), lab
 rationales (a row per verification, an entry per step; a rationale is True where the analysis after a verdict is right,
 None where there is none). k verifications, K steps.
 """
-from nanochat.rl.measure.scores import correlation, share_of
+from nanochat.rl.measure.scores import aligned, correlation, share_of
 
 
 def rationales_of(task, problem, solution: str, verification) -> list[bool | None]:
     """Whether the analysis of each step of a solution is right, by the task (`analysis_labels`), whatever its verdict;
     None for a step without one, and for all of a task that cannot tell. -> (K,)"""
-    num_steps = len(task.fmt.step_spans(solution))
-    if not hasattr(task, "analysis_labels"):
-        return [None] * num_steps
-    labels = task.analysis_labels(problem, solution, analyses_of(task.fmt, verification.text))
-    return (labels + [None] * num_steps)[:num_steps]
+    labels = (task.analysis_labels(problem, solution, analyses_of(task.fmt, verification.text))
+              if hasattr(task, "analysis_labels") else [])
+    return aligned(labels, len(task.fmt.step_spans(solution)))
 
 
 def analyses_of(fmt, text: str) -> list[str]:
@@ -28,15 +26,8 @@ def analyses_of(fmt, text: str) -> list[str]:
 
 
 def judge_report(judged: list[dict], own: list[dict] | None = None) -> dict:
-    """The scores of a judge on solutions, and on its own ones beside them (own), all as shares or correlations, None
-    where there is nothing to take them of.
-
-    parse_fail: malformed verifications. length_right, length_wrong: the correlation of the share of CORRECT with the
-    length, among right and among wrong solutions. verdict_acc: step verdicts that are the gold label. rationale_acc:
-    analyses that are right, of the steps that have one. wrong_reason: of right verdicts with an analysis, those whose
-    analysis is wrong. own_right, own_wrong: the mean share on own solutions less that on the others, among right and
-    among wrong ones; self_preference: the mean of the two.
-    """
+    """The scores of a judge on solutions, and on its own ones beside them (own), named in WORDS: all as shares or
+    correlations, None where there is nothing to take them of."""
     steps = [(label, said, why) for row in judged for verdicts, reasons in zip(
         row["step_verdicts"], row["rationales"], strict=True)
         for label, said, why in zip(row["labels"], verdicts, reasons, strict=True)]
@@ -50,7 +41,7 @@ def judge_report(judged: list[dict], own: list[dict] | None = None) -> dict:
               "wrong_reason": share_of([not why for label, said, why in steps if said is label and why is not None])}
     if own is not None:
         for name, outcome in (("right", True), ("wrong", False)):
-            means = [mean_share(of_outcome(rows, outcome)) for rows in (own, judged)]
+            means = [share_of([row["share"] for row in of_outcome(rows, outcome)]) for rows in (own, judged)]
             found[f"own_{name}"] = None if None in means else means[0] - means[1]
         both = found["own_right"], found["own_wrong"]
         found["self_preference"] = None if None in both else sum(both) / 2
@@ -60,11 +51,6 @@ def judge_report(judged: list[dict], own: list[dict] | None = None) -> dict:
 def of_outcome(judged: list[dict], outcome: bool) -> list[dict]:
     """The judged solutions of an outcome that were verified."""
     return [row for row in judged if row["outcome"] is outcome and row["share"] is not None]
-
-
-def mean_share(judged: list[dict]) -> float | None:
-    """The mean share of CORRECT; None of nothing."""
-    return sum(row["share"] for row in judged) / len(judged) if judged else None
 
 
 WORDS = {
@@ -82,6 +68,5 @@ WORDS = {
 
 def report_lines(report: dict) -> list[str]:
     """A report in lines."""
-    factor = lambda name: 1 if name.startswith("length") else 100
-    shown = lambda name, x: "-" if x is None else f"{factor(name) * x:.{2 if name.startswith('length') else 1}f}"
+    shown = lambda name, x: "-" if x is None else f"{x:.2f}" if name.startswith("length") else f"{100 * x:.1f}"
     return [f"{WORDS[name]:72s} {shown(name, report[name]):>8s}" for name in WORDS if name in report]

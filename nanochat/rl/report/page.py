@@ -10,7 +10,7 @@ from statistics import mean, stdev
 from nanochat.rl.learn.roles import short_name
 from nanochat.rl.measure.scores import verdict_scores
 from nanochat.rl.report.cards import cards
-from nanochat.rl.report.fields import is_number
+from nanochat.rl.report.fields import as_written, is_number
 from nanochat.rl.report.report import (ACCURACY, COLUMNS, EVALS, INDICATORS, Run, arm_order, cells, compare, filled,
                                        is_count, provenance, read_run, steps_of)
 from nanochat.storage.files import whole_file
@@ -41,9 +41,9 @@ MOST_ROLLOUTS = 600
 
 
 def mean_curve(runs: list[Run], metric: str, x: str, in_order: bool = False) -> list[tuple]:
-    """(mean x, mean, standard deviation, number of seeds, the first run's record) of an arm's runs, wherever any of
-    them was evaluated: runs meet where all roles have made as many steps, or in_order at each one's n-th evaluation,
-    as a role may have skipped updates."""
+    """(mean x, mean, standard deviation, number of seeds, the first run's record) of an arm's runs at each evaluation:
+    runs meet where all roles have made as many steps, or in_order at each one's n-th, as a role may have skipped
+    updates."""
     at: dict[tuple, list[dict]] = {}
     for n, point in ((n, point) for run in runs for n, point in enumerate(run.points)
                      if point.get(metric) is not None and x in point):
@@ -84,8 +84,7 @@ def axes_of(runs: list[Run]) -> dict[str, str]:
 
 
 def axis_of(metric: str) -> tuple[int, int] | None:
-    """The ends of a metric's axis, the same in every report: shares are from 0 to 1, correlations from -1. None: it
-    follows the values."""
+    """The ends of a metric's axis: shares are from 0 to 1, correlations from -1. None: it follows the values."""
     name = metric.partition("/")[2]
     if name.endswith("_corr"):
         return -1, 1
@@ -156,20 +155,21 @@ def health(run: Run) -> list[dict]:
     scores = {**run.summary["before"], **run.summary.get("after", {})}  # no after yet: it is under way
     indicators = [name for name in run.points[-1] if not is_count(name) and name not in scores]
     rows = []
+
+    def add(name: str, records: list[dict]) -> None:
+        tenth = max(1, len(records) // 10)
+        early, late = ([r[name] for r in part if is_number(r.get(name))]
+                       for part in (records[:tenth], records[-tenth:]))
+        if early and late:
+            rows.append({"name": name, "early": round(mean(early), 4), "late": round(mean(late), 4)})
+
     for role in run.roles:
-        records = [r for r in run.records if role in r["role"].split("+")] or run.records
-        tenth, prefix = max(1, len(records) // 10), short_name(role) + "/"
+        records, prefix = [r for r in run.records if role in r["role"].split("+")], short_name(role) + "/"
         names = [prefix + name for name in (*HEALTH, *(n.removeprefix("gen/") for n in INDICATORS))]
         for name in dict.fromkeys([*names, *(n for n in indicators if n.startswith(prefix))]):
-            early, late = ([r[name] for r in part if is_number(r.get(name))]
-                           for part in (records[:tenth], records[-tenth:]))
-            if early and late:
-                rows.append({"name": name, "early": round(mean(early), 4), "late": round(mean(late), 4)})
-    without = [r.get("without_update") or 0 for r in run.records]
-    if any(without):
-        tenth = max(1, len(without) // 10)
-        early, late = (round(mean(part), 4) for part in (without[:tenth], without[-tenth:]))
-        rows.append({"name": "without_update", "early": early, "late": late})
+            add(name, records or run.records)
+    if any(r.get("without_update") for r in run.records):
+        add("without_update", [{"without_update": r.get("without_update", 0)} for r in run.records])
     return rows
 
 
@@ -202,20 +202,21 @@ def run_of_page(run: Run, most_rollouts: int) -> dict:
     """What the page shows of one run."""
     args = run.config["args"]
     settings = {name: value for name, value in args.items() if not name.startswith(flags_of_others(args["task"]))}
+    with as_written(f"{run.name}: rollouts.jsonl"):
+        rollouts = cards(run.rollouts, run.solver, most_rollouts)
     return {"name": run.name, "task": run.task, "arm": run.arm, "settings": settings,
             "versions": {k: v for k, v in run.config.items() if k != "args"}, "minutes": run.summary["minutes"],
             "scores": scores_of(run), "health": health(run), "num_rollouts": len(run.rollouts),
-            "rollouts": cards(run.rollouts, run.solver, most_rollouts)}
+            "rollouts": rollouts}
 
 
 def write_page(runs: list[Run], rows: list[dict], path: str, most_rollouts: int = MOST_ROLLOUTS,
                live: dict | None = None) -> None:
-    """report.html, whole or not at all: curves, scores or a comparison, settings, health indicators and rollouts of all
-    runs; no file or address outside itself.
+    """report.html, whole or not at all, without any file or address outside itself: curves, scores or a comparison,
+    settings, health indicators and about `most_rollouts` rollouts of all runs.
 
-    rows: of `report.compare`. About `most_rollouts` are shown, whole groups evenly spread over runs and steps; the page
-    says of how many. live: of a run that is under way, {"state": what it is doing, "minutes_left", "is_alive"};
-    the page of one that is alive reloads itself.
+    rows: of `report.compare`; live: of a run that is under way, {"state": what it is doing, "minutes_left",
+    "is_alive"}: then the page reloads itself.
     """
     tasks = [task_of_page([run for run in runs if run.task == task], rows)
              for task in dict.fromkeys(run.task for run in runs)]

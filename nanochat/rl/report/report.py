@@ -9,13 +9,14 @@ import csv
 import os
 import re
 from dataclasses import dataclass
+from itertools import combinations, pairwise
 from statistics import NormalDist, mean, stdev
 
 from nanochat.common import BadInput, print0
 from nanochat.hf.files import read_json
 from nanochat.rl.learn.roles import short_name
 from nanochat.rl.measure.scores import verdict_scores
-from nanochat.rl.report.fields import RECORD, check_config, check_fields, check_rollout, check_scores, is_number
+from nanochat.rl.report.fields import as_written, is_number, number
 from nanochat.storage.files import path_of, read_records, whole_file
 from tasks import TASKS
 
@@ -56,18 +57,16 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228
 
 @dataclass
 class Run:
-    """A run. points: its evaluations in order, each {<short>_step of every role, sampled_tokens, record: the step of
-    the run, metric: value}, indicators included; records: one per step; rollouts: as sampled for the log; roles: in
-    their order."""
+    """A run."""
     name: str
     task: str
     arm: str
     seed: int
     config: dict
     summary: dict
-    points: list[dict]
-    records: list[dict]
-    rollouts: list[dict]
+    points: list[dict]    # evaluations: <short>_step of every role, sampled_tokens, record: the run's step, metrics
+    records: list[dict]   # one per step
+    rollouts: list[dict]  # as sampled for the log
     roles: list[str]
 
     @property
@@ -80,15 +79,14 @@ def run_folder(run: str) -> str:
     """The folder of a run, given by its name or as the folder. Raises BadInput where there is none."""
     folder = run if os.path.isdir(run) else path_of("runs", run)
     if not os.path.isdir(folder):
-        what = "is no folder" if os.path.exists(folder) else "does not exist"
-        raise BadInput(f"{run}: neither a folder nor a run ({folder} {what})")
+        raise BadInput(f"{run}: neither a folder nor a run ({folder})")
     return folder
 
 
 def read_run(folder: str, so_far: dict | None = None, watched: list[str] | tuple = ()) -> Run:
     """Reads a run's folder. so_far: of a run that is under way, what stands in its summary.json at the end: minutes and
     the evaluation `before`; watched: metrics that its points have beside those of every report. Raises BadInput where
-    it is no finished run, or its files hold what no report can show."""
+    it is no finished run."""
     name = os.path.basename(os.path.abspath(folder))
     of_config, of_summary, of_records, of_rollouts = (
         os.path.join(folder, file) for file in ("config.json", "summary.json", "metrics.jsonl", "rollouts.jsonl"))
@@ -98,31 +96,35 @@ def read_run(folder: str, so_far: dict | None = None, watched: list[str] | tuple
     config, summary = read_json(of_config), so_far or read_json(of_summary)
     records, rollouts = ([record for _, record in read_records(path)] if os.path.exists(path) else []
                          for path in (of_records, of_rollouts))
-    check_config(of_config, config)
-    roles = list(config.get("starts") or ("generator", "verifier"))  # older runs do not name them
+    with as_written(of_config):
+        task, seed, shown = config["args"]["task"], number(config["args"], "seed"), config.get("shown") or ()
+        starts = config.get("starts") or {"generator": {}, "verifier": {}}  # older runs do not name them
+        roles = list(starts)
+        if not (re.fullmatch(r"[\w.-]+", task)  # it names files
+                and all(isinstance(name, str) for name in shown)
+                and all(isinstance(start, dict) for start in starts.values())):
+            raise ValueError
     counts = {f"{short_name(role)}_step": f"{short_name(role)}_steps" for role in roles}
     counts["sampled_tokens"] = "sampled_tokens"
-    evaluations = ["before"] if so_far else ["before", "after"]
-    check_fields(of_summary, summary, {"minutes": "a number", **dict.fromkeys(evaluations, "an object")})
-    for when in evaluations:
-        check_scores(f"{of_summary}, {when}", summary[when], filter(is_count, summary[when]))
-    first, last = {**dict.fromkeys(counts, 0), **summary["before"]}, None
-    for number, record in enumerate(records, 1):
-        check_fields(f"{of_records}, line {number}", record, RECORD)
-        check_scores(f"{of_records}, line {number}", record, filter(is_count, first))
-    for number, rollout in enumerate(rollouts, 1):
-        check_rollout(f"{of_rollouts}, line {number}", rollout)
-    if so_far is None:
-        steps = ["steps"] if "steps" in summary else ["gen_steps", "ver_steps"]  # older runs do not name their number
-        check_fields(of_summary, summary, dict.fromkeys([*steps, *counts.values()], "a whole number"))
-        last = {**{name: summary[total] for name, total in counts.items()}, **summary["after"]}
-        num_steps = sum(summary[total] for total in steps)
-        if len(records) != num_steps:
-            raise BadInput(f"{of_records}: {len(records)} records, but the run made {num_steps} steps")
-    match = re.fullmatch(r"(?P<task>\w+)-(?P<arm>.+)-s(?P<seed>\d+)", name)
-    task, seed = config["args"]["task"], config["args"]["seed"]
-    task, arm = (match["task"], match["arm"]) if match and int(match["seed"]) == seed else (task, name)
-    points = evaluated(records, first, last, config.get("shown") or (), watched)
+    for line, record in enumerate(records, 1):
+        with as_written(f"{of_records}, line {line}"):
+            record["role"].split("+")
+            for count in {"without_update", *counts} & record.keys():
+                number(record, count)
+    with as_written(of_summary):
+        number(summary, "minutes")
+        first, last = {**dict.fromkeys(counts, 0), **summary["before"]}, None
+        if so_far is None:
+            last = {**{name: number(summary, total) for name, total in counts.items()}, **summary["after"]}
+            # older runs do not name their number of steps
+            totals = ["steps"] if "steps" in summary else ["gen_steps", "ver_steps"]
+            num_steps = sum(number(summary, total) for total in totals)
+    if so_far is None and len(records) != num_steps:
+        raise BadInput(f"{of_records}: {len(records)} records, but the run made {num_steps} steps")
+    match, arm = re.fullmatch(r"(?P<task>\w+)-(?P<arm>.+)-s(?P<seed>\d+)", name), name
+    if match and int(match["seed"]) == seed:
+        task, arm = match["task"], match["arm"]
+    points = evaluated(records, first, last, shown, watched)
     return Run(name, task, arm, seed, config, summary, points, records, rollouts, roles)
 
 
@@ -133,9 +135,9 @@ def is_count(name: str) -> bool:
 
 def evaluated(records: list[dict], first: dict, last: dict | None,
               indicators: list[str] | tuple = (), watched: list[str] | tuple = ()) -> list[dict]:
-    """The points of a run: its first evaluation, those among its records, its last one (None: it is under way); each
-    with the mean of every indicator since the one before. first and last: counts and scores; indicators: those that the
-    recipe shows besides; watched: further scores and indicators."""
+    """The points of a run: its first evaluation, those among its records, its last one (None: it is under way), each
+    with the mean of every indicator since the one before. first, last: counts and scores; indicators: that the recipe
+    shows besides; watched: further scores and indicators."""
     counts = [name for name in first if is_count(name) and name != "sampled_tokens"]
     solver = "gen" if "gen_step" in counts else counts[0].removesuffix("_step")
     known_as = {f"{solver}/pass1_{split}": f"gen/pass1_{split}" for split in ("in", "out")}
@@ -197,31 +199,26 @@ def curve(run: Run, metric: str, x: str) -> tuple[list[float], list[float]]:
 
 
 def first_reach(xs: list[float], ys: list[float], level: float) -> float | None:
-    """Where the line through the points first is at `level`; None where it never is. Raises ValueError without
-    points."""
-    if not xs:
-        raise ValueError("a curve without points")
-    if ys[0] >= level:
+    """Where the line through the points first is at `level`; None where it never is."""
+    if ys and ys[0] >= level:
         return xs[0]
-    for (x0, y0), (x1, y1) in zip(zip(xs, ys, strict=True), list(zip(xs, ys, strict=True))[1:], strict=False):
-        if y1 >= level:
-            return x0 + (level - y0) / (y1 - y0) * (x1 - x0)
-    return None
+    return next((x0 + (level - y0) / (y1 - y0) * (x1 - x0)
+                 for (x0, y0), (x1, y1) in pairwise(zip(xs, ys, strict=True)) if y1 >= level), None)
 
 
-def area_under(xs: list[float], ys: list[float]) -> float:
-    """The mean height of the line through the points (trapezoids)."""
-    span = xs[-1] - xs[0]
-    if span == 0:  # a generator that never moves
-        return mean(ys)
-    return sum((x1 - x0) * (y0 + y1) / 2 for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:], strict=False)) / span
+def area_under(xs: list[float], ys: list[float]) -> float | None:
+    """The mean height of the line through the points (trapezoids); None without points."""
+    if not xs or xs[0] == xs[-1]:  # a generator that never moves
+        return mean(ys) if ys else None
+    areas = ((x1 - x0) * (y0 + y1) / 2 for (x0, y0), (x1, y1) in pairwise(zip(xs, ys, strict=True)))
+    return sum(areas) / (xs[-1] - xs[0])
 
 
 def height_at(xs: list[float], ys: list[float], x: float) -> float | None:
     """The height of the line through the points at x; None where it ends before."""
     if not xs or x > xs[-1]:
         return None
-    for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(zip(xs, ys, strict=True)):
         if x <= x1:
             return y0 + (x - x0) / (x1 - x0) * (y1 - y0) if x1 > x0 else y1
     return ys[-1]
@@ -263,37 +260,38 @@ def counts_solver(run: Run) -> bool:
 
 def check_comparable(runs: list[Run]) -> None:
     """Raises BadInput unless runs of one task have the same problems, evaluation and number of generator steps, those
-    of one seed also the same starting generator, and those of one arm all flags but PER_RUN and roles' checkpoints.
-    Flags that only one of two recipes or versions knows are passed over. Two texts of one arm's recipe are told."""
-    for n, run in enumerate(runs):
-        for other in runs[:n]:
-            flags, others = run.config["args"], other.config["args"]
-            tasks = TASKS if flags["task"] == "mixture" else (flags["task"],)  # other tasks' flags change nothing
-            same = {"task", "model_step", "eval_examples", "eval_every", "max_new_tokens"}
-            same |= {"verifier_max_new_tokens"} & flags.keys() & others.keys()
-            same |= {name for name in flags if name.startswith(tuple(f"{task}_" for task in tasks))}
-            if counts_solver(run) and counts_solver(other):
-                same.add("num_steps")
-            if run.seed == other.seed:
-                same.add("model_tag")
-            if run.arm == other.arm:
-                same |= {name for name in flags.keys() & others.keys() - PER_RUN if not name.endswith("_tag")}
-            for name in sorted(same):
-                if flags.get(name) != others.get(name):
-                    raise BadInput(f"runs {run.name} and {other.name} cannot be compared: --{name.replace('_', '-')} "
-                                   f"{flags.get(name)} and {others.get(name)}")
-            marks = run.config.get("recipe_mark"), other.config.get("recipe_mark")
-            if run.arm == other.arm and None not in marks and marks[0] != marks[1]:
-                print0(f"WARNING: runs {run.name} and {other.name} of one arm are of two texts of recipe {run.arm}")
-            for what, value in unseen(run).items() if run.seed == other.seed else ():
-                if None not in (value, unseen(other)[what]) and value != unseen(other)[what]:
-                    raise BadInput(f"runs {run.name} and {other.name} cannot be compared: their {what} differ, under "
-                                   f"the same flags")
+    of one seed also the same starting generator, and those of one arm all flags that both know but PER_RUN and roles'
+    checkpoints. Two texts of one arm's recipe are told."""
+    for other, run in combinations(runs, 2):
+        flags, others, apart = run.config["args"], other.config["args"], f"runs {run.name} and {other.name}"
+        tasks = TASKS if flags["task"] == "mixture" else (flags["task"],)  # other tasks' flags change nothing
+        same = {"task", "model_step", "eval_examples", "eval_every", "max_new_tokens"}
+        same |= {"verifier_max_new_tokens"} & flags.keys() & others.keys()
+        same |= {name for name in flags if name.startswith(tuple(f"{task}_" for task in tasks))}
+        if counts_solver(run) and counts_solver(other):
+            same.add("num_steps")
+        if run.seed == other.seed:
+            same.add("model_tag")
+        if run.arm == other.arm:
+            same |= {name for name in flags.keys() & others.keys() - PER_RUN if not name.endswith("_tag")}
+        for name in sorted(same):
+            if flags.get(name) != others.get(name):
+                raise BadInput(f"{apart} cannot be compared: --{name.replace('_', '-')} {flags.get(name)} and "
+                               f"{others.get(name)}")
+        if run.arm == other.arm and differ(run.config.get("recipe_mark"), other.config.get("recipe_mark")):
+            print0(f"WARNING: {apart} of one arm are of two texts of recipe {run.arm}")
+        for what, value in unseen(run).items() if run.seed == other.seed else ():
+            if differ(value, unseen(other)[what]):
+                raise BadInput(f"{apart} cannot be compared: their {what} differ, under the same flags")
+
+
+def differ(mark, other) -> bool:
+    """Whether two marks are not the same; None, of an older version, says nothing."""
+    return None not in (mark, other) and mark != other
 
 
 def unseen(run: Run) -> dict:
-    """What flags do not tell of a run: marks of its problems, their texts and its starting model; None where it is of
-    an older version."""
+    """What flags do not tell of a run: marks of its problems, their texts and its starting model."""
     start = (run.config.get("starts") or {}).get(run.solver) or {}
     return {"problems": run.config.get("problems"), "texts of problems": run.config.get("texts"),
             "starting models": start.get("fingerprint")}
@@ -301,14 +299,15 @@ def unseen(run: Run) -> dict:
 
 def compare(runs: list[Run]) -> list[dict]:
     """One row per task and arm: what the table shows, each a list over seeds or a number. Differences are paired: same
-    seed, same problems, same SFT checkpoint of the generator. Raises BadInput for runs that are not comparable."""
+    seed, problems and SFT checkpoint of the generator. Raises BadInput for runs that are not comparable."""
     rows = []
     for task in dict.fromkeys(run.task for run in runs):
         of_task = {(run.arm, run.seed): run for run in runs if run.task == task}
         if len(of_task) < sum(run.task == task for run in runs):
             raise BadInput(f"task {task}: two runs have the same arm and seed, or one is named twice")
         check_comparable(list(of_task.values()))
-        finals = {key: {"final": run.points[-1][ACCURACY], "area": height_of(run)} for key, run in of_task.items()}
+        finals = {key: {"final": run.points[-1][ACCURACY], "area": area_under(*curve(run, ACCURACY, "gen_step"))}
+                  for key, run in of_task.items()}
         gains = {}  # (arm, kind) -> seed -> difference to the baseline
         for (arm, seed), numbers in finals.items():
             for kind, of_baseline in finals.get((BASELINE, seed), {}).items():
@@ -339,12 +338,6 @@ def arm_order(arm: str) -> tuple:
     return arm != "tango", arm != BASELINE, arm
 
 
-def height_of(run: Run) -> float | None:
-    """The mean height of a run's accuracy curve; None where it has none."""
-    xs, ys = curve(run, ACCURACY, "gen_step")
-    return area_under(xs, ys) if xs else None
-
-
 def learned(baseline: Run | None) -> bool:
     """Whether there is a baseline that ends above where it began: otherwise there is nothing to reach."""
     return baseline is not None and (baseline.points[-1][ACCURACY] or 0) > (baseline.points[0][ACCURACY] or 0)
@@ -352,14 +345,12 @@ def learned(baseline: Run | None) -> bool:
 
 def reach_ratio(run: Run, baseline: Run, x: str) -> float | None:
     """Where the run reaches the baseline's final accuracy, over where the baseline ends; None where it never does."""
-    xs, ys = curve(run, ACCURACY, x)
-    reached = first_reach(xs, ys, baseline.points[-1][ACCURACY]) if xs else None
+    reached = first_reach(*curve(run, ACCURACY, x), baseline.points[-1][ACCURACY])
     return None if reached is None else reached / max(1, baseline.points[-1][x])
 
 
 def at_equal_tokens(run: Run, baseline: Run, metric: str = ACCURACY) -> float | None:
-    """The run's accuracy, or another metric, when it had sampled as many tokens as the baseline did in all; None where
-    it ended earlier."""
+    """A metric of the run when it had sampled as many tokens as the baseline in all; None where it ended before."""
     return height_at(*curve(run, metric, "sampled_tokens"), baseline.points[-1]["sampled_tokens"])
 
 
@@ -428,7 +419,7 @@ def cells(row: dict) -> list[str]:
 def provenance(runs: list[Run]) -> str:
     """One line: how many runs, how long they took together, of which commits and versions. A copy of a run, which says
     the other's name in its config, is not counted."""
-    made = list({run.config["args"].get("run") or run.name: run for run in runs}.values())
+    made = list({str(run.config["args"].get("run") or run.name): run for run in runs}.values())
     facts = [f"{name} {', '.join(sorted({str(run.config.get(name))[:46] for run in made}))}"
              for name in ("commit", "torch", "world")]
     minutes = sum(run.summary["minutes"] for run in made)

@@ -6,7 +6,7 @@ import torch
 from nanochat.common import Diverged, dtype_name, print0
 from nanochat.rl.learn.roles import short_name
 from nanochat.rl.learn.trainer import score
-from nanochat.rl.measure.evals import sampled_scores
+from nanochat.rl.measure.evals import PASS_AT_1, sampled_scores
 from nanochat.rl.play.play import Play, warn_once
 
 
@@ -14,15 +14,9 @@ def percent(value: float | None) -> str:
     return "    -" if value is None else f"{100 * value:5.1f}"
 
 
-PASS_AT_1 = {"gen/pass1_in": "generator greedy pass@1, in distribution",
-             "gen/pass1_out": "generator greedy pass@1, out of distribution",
-             "gen/pass1_lenient_in": "the same by the last number, in distribution",
-             "gen/pass1_lenient_out": "the same by the last number, out of distribution"}
-
-
 def print_table(before: dict, after: dict, words: dict[str, str] | None = None) -> None:
-    """Before RL -> after RL. words: the scores to show, all shares, and what they are; by default pass@1, and after it
-    all others as they are, by name."""
+    """Before RL -> after RL. words: the shares to show, and what they are; by default pass@1, and after it all others
+    as they are, by name."""
     plain = lambda value: "    -" if value is None else f"{value:5.3f}"
     parts = [("held-out evaluation (percent)", words or PASS_AT_1, percent, 100)]
     if words is None:
