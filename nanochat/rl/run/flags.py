@@ -11,7 +11,7 @@ from types import ModuleType
 from nanochat.checkpoint import default_tag, load_meta, warn_of_role
 from nanochat.cli import SHARE, at_least, check_name, in_words
 from nanochat.common import BadInput, gather_lists, print0
-from nanochat.engine import check_temperature
+from nanochat.engine import LEAST_TEMPERATURE
 from nanochat.kernels.losses import KL_ESTIMATORS, POLICY_LOSSES
 from nanochat.rl.credit.advantages import PRESETS
 from nanochat.rl.credit.aggregation import AGGREGATIONS
@@ -29,10 +29,7 @@ from tasks.common import SPLIT_BUCKETS, Problem
 
 MOST_LR = 1000
 COUNTS = ("num_prompts", "num_samples", "max_new_tokens", "times", "quoted", "scored")  # of a Draw
-
-
-SOURCES = ("sft", "rl")
-SOURCE = dict(default="sft", choices=SOURCES,
+SOURCE = dict(default="sft", choices=["sft", "rl"],
               help="stage of that checkpoint; of rl the tag is a run's name and the role's")
 
 
@@ -75,7 +72,8 @@ def add_rollout_args(group) -> None:
                        help="with --num-labelled: share of a step's problems that are of these, which come again and "
                             "again; 1 = no others")
     group.add_argument("--max-new-tokens", type=at_least(1), default=96, help="of a solution")
-    group.add_argument("--temperature", type=float, default=1.0)
+    group.add_argument("--temperature", type=at_least(LEAST_TEMPERATURE, float), default=1.0,
+                       help="of sampling; evaluations are greedy by themselves")
     group.add_argument("--top-k", type=at_least(0), default=0,
                        help="0 = the full softmax; anything else biases the ratio")
     group.add_argument("--max-rows", type=at_least(1), default=1024,
@@ -148,9 +146,6 @@ def check_args(args, world: int) -> None:
     """Refuses what cannot work, before anything is loaded or written."""
     if hasattr(args, "verifier_head"):
         check_head(args)
-    if not args.temperature > 0:
-        raise BadInput(f"--temperature {args.temperature}: must be above 0 (evaluation is greedy by itself)")
-    check_temperature("--temperature", args.temperature)
     if args.shard and world == 1:
         raise BadInput("--shard: there is one rank, so nothing to shard over; start several with torchrun")
     if args.examples_per_step % world or args.eval_examples < world:
@@ -179,7 +174,7 @@ def complete_args(args, roles: dict[str, RoleSpec]) -> None:
 
 def check_problems(args, task, tokenizer, draws: dict[str, Draw], configs: dict, device) -> list[str]:
     """The problems' texts, all of a finite task. Raises BadInput where one does not fit a role's context, a split is
-    missing or ranks have others."""
+    empty or ranks have others."""
     task.problem("test_in", 0)  # what is evaluated must be there
     splits = dict.fromkeys(["rl", "test_in", "test_out", *(draw.split for draw in draws.values())])
     by_split = {split: problems_of(task, split, -1) for split in splits}
@@ -199,7 +194,7 @@ def check_problems(args, task, tokenizer, draws: dict[str, Draw], configs: dict,
 
 
 def warn_of_shared(by_split: dict[str, list[Problem]]) -> None:
-    """Says where splits have problems in common: what is trained on is then not held out, or two tests are one."""
+    """Says where splits have problems in common, which are then not held out."""
     texts = {split: {problem.prompt for problem in problems} for split, problems in by_split.items()}
     for split, other in combinations(texts, 2):
         if shared := texts[split] & texts[other]:
@@ -208,16 +203,16 @@ def warn_of_shared(by_split: dict[str, list[Problem]]) -> None:
 
 
 def check_task(args, task, starts: dict[str, Start]) -> None:
-    """Raises BadInput where a starting checkpoint was trained on another task than this one, or on problems of other
-    flags, and nobody has said that it is to be so."""
+    """Raises BadInput where a starting checkpoint was trained on another task, or on problems of other flags, and
+    nobody has said that it is to be so."""
     explicit = getattr(args, "explicit", set())
     for name, start in starts.items():
         where = start.path("meta.json")
-        meta, _ = load_meta(where)
-        recorded, num_steps = meta["user_config"], meta["user_config"].get("num_steps")
+        recorded = load_meta(where)[0]["user_config"]
+        num_steps = recorded.get("num_steps")
         if start.source == "sft" and isinstance(num_steps, int) and start.step < num_steps:
-            print0(f"WARNING: the {name} starts from step {start.step} of {start.tag}, whose SFT was to make "
-                   f"{num_steps}")
+            print0(f"WARNING: the {name} starts from step {start.step} of {start.tag}, "
+                   f"whose SFT was to make {num_steps}")
         if recorded.get("task", args.task) != args.task and "task" not in explicit:
             raise BadInput(f"the {name}'s checkpoint {start.tag} was trained on task {recorded['task']}, and this run "
                            f"is on {args.task} by default: say --task {recorded['task']}, or --task {args.task}")
@@ -228,10 +223,9 @@ def check_task(args, task, starts: dict[str, Start]) -> None:
             value = recorded_value(recorded, flag, defaults[flag], where)
             other = argparse.Namespace(**vars(args) | {flag: value})
             if value != getattr(args, flag) and first_problems(make_task(other)) != first_problems(task):
-                words = f"--{flag.replace('_', '-')}"
+                words, own = f"--{flag.replace('_', '-')}", getattr(args, flag)
                 raise BadInput(f"the {name}'s checkpoint {start.tag} was trained with {words} {recorded[flag]}, and "
-                               f"this run has {getattr(args, flag)} by default: say {words} {recorded[flag]}, or "
-                               f"{words} {getattr(args, flag)}")
+                               f"this run has {own} by default: say {words} {recorded[flag]}, or {words} {own}")
 
 
 def warn_of_starts(starts: dict[str, Start], draws: dict[str, Draw]) -> None:
@@ -241,18 +235,18 @@ def warn_of_starts(starts: dict[str, Start], draws: dict[str, Draw]) -> None:
     warnings = []
     for name, start in starts.items():
         meta, _ = load_meta(start.path("meta.json"))
-        of_role = [draw for draw in draws.values() if draw.role == name]
+        config, of_role = meta["user_config"], [draw for draw in draws.values() if draw.role == name]
         asked = {form_of(draw.wrap) for draw in of_role} - {""}
         if name != "verifier" or asked:
             warn_of_role(start.tag, meta, name)
-        taught = meta["user_config"].get("verifier_form")
-        if meta["user_config"].get("role") in ("verifier", "both") and taught in FORMS and asked - {taught}:
+        taught = config.get("verifier_form")
+        if config.get("role") in ("verifier", "both") and taught in FORMS and asked - {taught}:
             warnings.append(f"{start.tag} was taught verifications of form {taught} (chat_sft --verifier-form), and is "
                             f"asked for form {min(asked - {taught})} here")
-        if name != "verifier" and asked and meta["user_config"].get("role") == "generator":
+        if name != "verifier" and asked and config.get("role") == "generator":
             warnings.append(f"the SFT of {start.tag} had no verifications (chat_sft --role both), and here it is asked "
                             f"for them")
-        if isinstance(shares := meta["user_config"].get("demo_shares"), list):
+        if isinstance(shares := config.get("demo_shares"), list):
             known = {DEMOS.get(str(text).partition(":")[0]) for text in shares}
             wanted = {template_of(draw.wrap) for draw in of_role if not draw.teacher_forced} - known
             for template in sorted(wanted & set(DEMOS.values())):
@@ -283,9 +277,8 @@ def check_draws(name: str, roles: dict[str, RoleSpec], draws: dict[str, Draw]) -
         if min(draw.num_prompts, draw.num_samples, draw.max_new_tokens) < 1:
             raise BadInput(f"--recipe {name}: its draws() declare nothing to sample as {label}: prompts, samples "
                            f"and --max-new-tokens must be at least 1")
-    idle = [role for role, spec in roles.items()
-            if spec.trained and not any(draw.role == role and draw.trained for draw in draws.values())]
-    if idle:
+    learned = {draw.role for draw in draws.values() if draw.trained}
+    if idle := [role for role, spec in roles.items() if spec.trained and role not in learned]:
         raise BadInput(f"--recipe {name}: {idle[0]} is trained, and none of its draws() is trained=True")
 
 
@@ -294,8 +287,6 @@ def with_times(args, draws):
     return {name: draw._replace(times=args.num_steps) if isinstance(draw, Draw) and draw.times is None else draw
             for name, draw in draws.items()} if isinstance(draws, dict) else draws
 
-
-# Recipes' own code, before a run begins
 
 def ask(name: str, recipe: ModuleType, part: str, *args):
     """What a function of a recipe answers before the run begins, None where the recipe has none. Raises BadInput, with

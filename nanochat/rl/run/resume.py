@@ -4,10 +4,12 @@ What a run may be continued with.
 import json
 import os
 import re
+from collections import Counter
 
 from nanochat.checkpoint import begun_steps, list_steps, saved_steps
 from nanochat.cli import check_unchanged
 from nanochat.common import BadInput, print0
+from nanochat.hf.files import read_json
 from nanochat.storage.files import path_of, read_records
 
 # Flags that may differ between a run and its continuation; any other would make it another run.
@@ -18,10 +20,10 @@ MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "kee
 
 def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, bool]) -> int | None:
     """The step that --resume-from-step means for --run: None for a fresh start. defaults: of flags, which a run may not
-    have known; may_change: flags that may differ besides MAY_CHANGE; tags: those of the roles' checkpoints, and whether
-    they are trained. Raises BadInput for what cannot be continued."""
-    folder, steps = path_of("runs", args.run), saved_steps(args.run)
-    if args.resume_from_step == "-1":
+    have known; may_change: flags that may differ besides MAY_CHANGE; tags: of the roles' checkpoints, and whether they
+    are trained. Raises BadInput for what cannot be continued."""
+    folder, steps, asked = path_of("runs", args.run), saved_steps(args.run), args.resume_from_step
+    if asked == "-1":
         if steps or has_records(folder):
             saved = f"its last checkpoint is of step {steps[-1]}" if steps else "it has no checkpoint"
             afresh = "" if steps or models_saved(args.run, tags) else ", which starts it afresh"
@@ -29,31 +31,30 @@ def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, b
                            f"--resume-from-step auto{afresh}")
         return None
     if args.run == "dummy":
-        raise BadInput(f"--resume-from-step {args.resume_from_step}: name the run to continue with --run (a dummy "
-                       f"run's is dummy-<n>)")
-    if args.resume_from_step != "auto" and not re.fullmatch("[0-9]{1,18}", args.resume_from_step):
-        raise BadInput(f"--resume-from-step {args.resume_from_step}: must be -1 (off), auto or a step")
-    if args.resume_from_step == "auto":
+        raise BadInput(f"--resume-from-step {asked}: name the run to continue with --run (a dummy run's is dummy-<n>)")
+    if not re.fullmatch("auto|[0-9]{1,18}", asked):
+        raise BadInput(f"--resume-from-step {asked}: must be -1 (off), auto or a step")
+    if asked == "auto":
         check_last_set(args.run, folder, steps, tags)
-    if args.resume_from_step == "auto" and not steps:
-        check_records(args.run, folder, 0)
-        print0(f"run {args.run} has no checkpoint: it starts from step 0")
-        return None
-    step = steps[-1] if args.resume_from_step == "auto" else int(args.resume_from_step)
+        if not steps:
+            check_records(args.run, folder, 0)
+            print0(f"run {args.run} has no checkpoint: it starts from step 0")
+            return None
+    step = steps[-1] if asked == "auto" else int(asked)
     if step not in steps:
         raise BadInput(f"run {args.run} has no complete checkpoint of step {step}; there are: "
                        f"{', '.join(map(str, steps)) or 'none'}")
     check_records(args.run, folder, step)
     before = read_config(args.run)["args"]
-    is_other = before.get("recipe", args.recipe) != args.recipe
-    if is_other and not ("recipe" in may_change and before["recipe"].endswith(".py")):
+    is_own = "recipe" in may_change and before["recipe"].endswith(".py")
+    if before.get("recipe", args.recipe) != args.recipe and not is_own:
         raise BadInput(f"--recipe {args.recipe}: run {args.run} is of recipe {before['recipe']}; a continued run "
                        f"cannot change it")
     if before.get("run", args.run) != args.run:
         raise BadInput(f"{folder} is of a run that was called {before['run']}: give the folder and its models that "
                        f"name back")
-    changed = check_unchanged(f"run {args.run}", before, args, MAY_CHANGE | may_change, defaults)
-    changed = [words for words in changed if not words.startswith("--resume-from-step ")]
+    changed = [words for words in check_unchanged(f"run {args.run}", before, args, MAY_CHANGE | may_change, defaults)
+               if not words.startswith("--resume-from-step ")]
     print0(f"continuing run {args.run} after step {step}" + (f" with {', '.join(changed)}" if changed else ""))
     if before.get("num_steps", args.num_steps) != args.num_steps:
         print0(f"what is scheduled over all steps, as --lr-schedule and a recipe's weights are, goes on as in a run of "
@@ -83,13 +84,12 @@ def check_problems_stayed(run_name: str, task_name: str, digests: list[int]) -> 
 def check_last_set(run_name: str, folder: str, steps: list[int], tags: dict[str, bool]) -> None:
     """Raises BadInput where a run has lost the state that its last models were saved with: to go on would do the steps
     after an earlier one again, and remove what is left of the last. tags: as in resolve_resume."""
-    last = steps[-1] if steps else 0
     # without records it is check_no_models' to tell
     saved = max(models_saved(run_name, tags), default=0) if has_records(folder) else 0
     if steps and not has_records(folder, saved):
         saved = 0  # a kill in a save of an older version leaves models without a state too
     made = max(finished_step(folder), saved)
-    if made > last:
+    if made > max(steps, default=0):
         name = os.path.join(folder, f"state_{made:06d}.pt")
         raise BadInput(f"run {run_name} was saved after step {made}, and {name} is missing: put it back, or "
                        + (f"name the step to go on from; there are: {', '.join(map(str, steps))}" if steps else
@@ -97,8 +97,7 @@ def check_last_set(run_name: str, folder: str, steps: list[int], tags: dict[str,
 
 
 def finished_step(folder: str) -> int:
-    """The step after which a run was finished; 0 where it was not, or its summary is of an older version or
-    damaged."""
+    """The step after which a run was finished, 0 where no summary tells."""
     try:
         with open(os.path.join(folder, "summary.json"), encoding="utf-8") as f:
             return int(json.load(f)["steps"])
@@ -118,14 +117,12 @@ def check_records(run_name: str, folder: str, step: int) -> None:
     """Raises BadInput unless metrics.jsonl has a record of each step before this one, and rollouts.jsonl can be
     read."""
     path, rollouts = (os.path.join(folder, name) for name in ("metrics.jsonl", "rollouts.jsonl"))
-    steps = [record["step"] for _, record in read_records(path)] if os.path.exists(path) else []
-    there = set(steps)
-    if len(steps) > len(there):
-        twice = next(number for number in steps if steps.count(number) > 1)
-        raise BadInput(f"{path} has step {twice} twice: two processes were at work on the run; take one record out")
+    counts = Counter(record["step"] for _, record in read_records(path)) if os.path.exists(path) else {}
+    if twice := [number for number, count in counts.items() if count > 1]:
+        raise BadInput(f"{path} has step {twice[0]} twice: two processes were at work on the run; take one record out")
     if os.path.exists(rollouts):
         read_records(rollouts)
-    if missing := set(range(step)) - there:
+    if missing := set(range(step)) - counts.keys():
         raise BadInput(f"{path} has no record of step {min(missing)}, and run {run_name} would go on from step {step}: "
                        f"the file was cut; put it back, or take another name")
 
@@ -139,24 +136,20 @@ def has_records(folder: str, step: int = 0) -> bool:
 def read_config(run_name: str) -> dict:
     """A run's config.json. Raises BadInput where it is none."""
     path = path_of("runs", run_name, "config.json")
+    config = read_json(path)
     try:
-        with open(path, encoding="utf-8") as f:
-            config = json.load(f)
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path} cannot be read: {error}") from None
-    if not isinstance(config, dict) or not isinstance(config.get("args"), dict):
-        raise BadInput(f"{path} is no run's configuration")
-    starts, resumed = config.get("starts") or {}, config.get("resumed", [])
-    if not isinstance(starts, dict) or not isinstance(resumed, list) or not all(
-            isinstance(start, dict) and isinstance(start.get("step"), int) and "fingerprint" in start
-            for start in starts.values()):
-        raise BadInput(f"{path} is no run's configuration: its starts or resumed are not as they were written")
+        starts = (config.get("starts") or {}).values()
+        is_whole = (isinstance(config["args"], dict) and isinstance(config.get("resumed", []), list)
+                    and all(isinstance(start["step"], int) and "fingerprint" in start for start in starts))
+    except (AttributeError, KeyError, TypeError):
+        is_whole = False
+    if not is_whole:
+        raise BadInput(f"{path} is no run's configuration, or not as it was written")
     return config
 
 
 def check_recipe_text(run_name: str, text: str | None) -> None:
-    """Raises BadInput unless a recipe outside of the repository is, word for word, the one that the run was started
-    with."""
+    """Raises BadInput unless a recipe outside of the repository is, word for word, as when the run was started."""
     path = path_of("runs", run_name, "recipe.py")
     if not os.path.exists(path):
         if text is not None:
