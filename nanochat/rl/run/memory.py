@@ -45,40 +45,36 @@ class Setting:
 
 @dataclass(frozen=True)
 class Held:
-    """What a role holds: an optimizer (it is trained), a reference. own: how many of its parameters are not another
-    role's too; moments: for how many it has AdamW's moments of its own; None = for all."""
-    trained: bool = True
+    """What a role holds."""
+    trained: bool = True        # with an optimizer
     reference: bool = True
-    own: int | None = None
-    moments: int | None = None
+    own: int | None = None      # how many of its parameters are not another role's too; None = all
+    moments: int | None = None  # for how many it has AdamW's moments of its own; None = for all
 
 
 @dataclass(frozen=True)
 class PlannedDraw:
-    """What a step draws from a role under one name, at most. Prompts over all ranks, samples of each, the longest
-    prompt and completion in tokens; times: steps of a run in which it happens; trained: an update learns from it;
-    teacher_forced: it is not sampled; scored: forward passes over it besides the update's and a reference's."""
+    """What a step draws from a role under one name, at most."""
     role: str
     name: str
-    prompts: int
-    samples: int
-    prompt_tokens: int
-    new_tokens: int
-    times: int = 1
-    trained: bool = False
-    teacher_forced: bool = False
-    scored: int = 0
+    prompts: int                  # over all ranks
+    samples: int                  # of each
+    prompt_tokens: int            # of the longest prompt
+    new_tokens: int               # of the longest completion
+    times: int = 1                # steps of a run in which it happens
+    trained: bool = False         # an update learns from it
+    teacher_forced: bool = False  # it is not sampled
+    scored: int = 0               # forward passes over it besides the update's and a reference's
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of parameters: in all, of one block, of the rest, of the LM head, and of the blocks' matrices, which are
-    cast to the dtype of products."""
+    """Numbers of parameters."""
     total: int
-    block: int
-    rest: int
-    head: int
-    matrices: int
+    block: int     # of one block
+    rest: int      # outside of the blocks
+    head: int      # of the LM head
+    matrices: int  # of the blocks, which are cast to the dtype of products
 
 
 def model_of(config: Config, dtype: torch.dtype = torch.float32):
@@ -118,8 +114,7 @@ def has_panels(config: Config, setting: Setting) -> bool:
 
 def resident_bytes(config: Config, setting: Setting, held: Held) -> dict[str, int]:
     """What a role holds all the time. A trained one: fp32 weights, AdamW's two moments and, where sampling does not
-    read these weights, the copy that it reads; one that only samples: weights of the dtype of products, whole on each
-    rank."""
+    read these weights, the copy that it reads; another one: weights of the dtype of products, whole on each rank."""
     everything, narrow = sizes_of(config).total, setting.dtype.itemsize
     total = everything if held.own is None else held.own
     moments = everything if held.moments is None else held.moments
@@ -132,11 +127,6 @@ def resident_bytes(config: Config, setting: Setting, held: Held) -> dict[str, in
             "copy to sample from": narrow * total if has_copy else 0}
 
 
-def cache_bytes_per_token(config: Config, setting: Setting) -> int:
-    """Keys and values of one token in all layers."""
-    return 2 * config.n_layer * config.n_kv_head * config.head_dim * activation_size(config, setting)
-
-
 def sampling_bytes(config: Config, setting: Setting, prompts: int, samples: int, prompt_tokens: int,
                    new_tokens: int) -> int:
     """The peak of sampling on one rank: keys and values of all places and slots, from the start on; the results; and
@@ -144,7 +134,7 @@ def sampling_bytes(config: Config, setting: Setting, prompts: int, samples: int,
     rows, size, C = prompts * samples, activation_size(config, setting), config.n_embd
     by_kernel = setting.device_type == "cuda" or fuses(config, setting)
     places = num_places(prompts, samples, prompt_tokens, new_tokens, setting.max_rows, setting.max_cached_tokens)
-    per_token = cache_bytes_per_token(config, setting)
+    per_token = 2 * config.n_layer * config.n_kv_head * config.head_dim * size  # keys and values
     # The CPU kernel reads a prompt's keys in vectors of 16.
     of_slot = prompt_tokens if setting.device_type == "cuda" else round_up(prompt_tokens, 16)
     cached = per_token * (num_slots(prompts, places, samples) * of_slot + places * max(1, new_tokens - 1))
@@ -256,25 +246,17 @@ def update_bytes(config: Config, setting: Setting, samples: int, prompt_tokens: 
             "logits and the head's gradient": max(chunk + 4 * sizes.head, 2 * 4 * sizes.head)}
 
 
-def step_bytes(config: Config, setting: Setting) -> int:
-    """What an optimizer step holds beside the gradients on CUDA: AdamW's square roots; and before it, the sum over
-    ranks of gradients that are not sharded."""
-    if setting.device_type != "cuda":
-        return 0
-    return 4 * sizes_of(config).total // setting.shards
-
-
 def saved_bytes(configs: dict[str, Config], held: dict[str, Held], setting: Setting) -> tuple[int, int]:
-    """Bytes of a checkpoint set that rank 0 writes, and that each other rank writes: weights, whole and of rank 0, in
-    fp32; AdamW's two moments, of sharded models each rank's part. A rank copies them to the host first."""
+    """Bytes of a checkpoint set that rank 0 writes, and that each other rank writes, copied to the host first: fp32
+    weights, whole, of rank 0; AdamW's two moments, of sharded models each rank's part."""
     weights = sum(4 * sizes_of(config).total for config in configs.values())
     moments = sum(8 * sizes_of(config).total for name, config in configs.items() if held[name].trained)
     return weights + moments // setting.shards, moments // setting.shards if setting.shard else 0
 
 
 def memory_plan(configs: dict[str, Config], held: dict[str, Held], draws: list[PlannedDraw], setting: Setting) -> dict:
-    """Bytes per rank. -> {"resident": {role: {what: bytes}}, "phases": {what happens: bytes beside what is resident},
-    "copy": bytes of a checkpoint's copy, where it is in the same memory, "peak": bytes}."""
+    """Bytes per rank: {"resident": {role: {what: bytes}}, "phases": {what happens: bytes beside what is resident},
+    "copy": of a checkpoint, where that is in the same memory, "peak"}."""
     resident = {name: resident_bytes(config, setting, held[name]) for name, config in configs.items()}
     phases: dict[str, int] = {}
     for draw in (draw for draw in draws if not draw.teacher_forced):
@@ -284,7 +266,9 @@ def memory_plan(configs: dict[str, Config], held: dict[str, Held], draws: list[P
     for draw in draws:
         if draw.trained:
             parts = update_bytes(configs[draw.role], setting, draw.samples, draw.prompt_tokens, draw.new_tokens)
-            size = max(sum(parts.values()), parts["gradients"] + step_bytes(configs[draw.role], setting))
+            # on CUDA a step has AdamW's square roots beside the gradients, and before them what ranks sum of gradients
+            step = parts["gradients"] if setting.device_type == "cuda" else 0
+            size = max(sum(parts.values()), parts["gradients"] + step)
             name = f"updating the {draw.role}"
             phases[name] = max(phases.get(name, 0), size)
     total = sum(sum(parts.values()) for parts in resident.values())

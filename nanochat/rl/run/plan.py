@@ -31,8 +31,7 @@ BYTES_OF_ROLLOUT, BYTES_OF_TOKEN, BYTES_OF_PROBLEM = 2000, 24, 1000
 
 
 def machine_memory(device: torch.device) -> int:
-    """Bytes of memory that this rank can have: the GPU's, else its share of the machine's, or of what the machine
-    grants to this group of processes."""
+    """Bytes of memory that this rank can have: the GPU's, else its share of the machine's or of its cgroup's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -43,8 +42,7 @@ def machine_memory(device: torch.device) -> int:
 
 
 def check_sizes(args, task, draws: dict, ranks: int) -> None:
-    """Raises BadInput for more rollouts in a step, or problems in an evaluation, than memory can hold, before any is
-    made."""
+    """Raises BadInput for more rollouts in a step, or problems in an evaluation, than memory can hold."""
     limit = machine_memory(torch.device("cpu"))
     rows = {name: -(-draw.num_prompts // ranks) * draw.num_samples for name, draw in draws.items()}
     size = sum(rows[name] * (BYTES_OF_ROLLOUT + BYTES_OF_TOKEN * draw.max_new_tokens) for name, draw in draws.items())
@@ -61,11 +59,9 @@ def check_sizes(args, task, draws: dict, ranks: int) -> None:
                            f"{held_out * per_problem / 1e9:,.0f} GB; there are {limit / 1e9:,.0f} GB")
 
 
-def check_plan(args, specs: dict, configs: dict[str, Config], draws: dict, tokenizer, fmt, problems: list[str],
-               ranks: int, dtype: torch.dtype, device: torch.device) -> None:
+def check_plan(plan: dict, device: torch.device) -> None:
     """Raises BadInput where the plan of a run needs more memory than there is."""
-    plan = plan_of(args, specs, configs, draws, tokenizer, fmt, problems, ranks, dtype, device)
-    limit, (phase, _) = machine_memory(device), max(plan["phases"].items(), key=lambda item: item[1])
+    limit, phase = machine_memory(device), max(plan["phases"], key=plan["phases"].get)
     if plan["peak"] > limit:
         raise BadInput(f"this needs {plan['peak'] / 1e9:,.1f} GB per rank, most while {phase}; there are "
                        f"{limit / 1e9:,.1f} GB. --dry-run shows the plan; see --micro-batch-tokens, --max-rows, "
@@ -98,11 +94,10 @@ def variants(setting: Setting, ranks: list[int]) -> list[Setting]:
 
 @dataclass(frozen=True)
 class Speed:
-    """What a GPU is taken to reach: a share of its peak FLOPs in training, and of the speed that its memory's bandwidth
-    allows in decoding."""
+    """What a GPU is taken to reach."""
     gpu: str = "H100"
-    mfu: float = 0.35
-    decode_efficiency: float = 0.2
+    mfu: float = 0.35               # share of its peak FLOPs, in training
+    decode_efficiency: float = 0.2  # share of the speed that its memory's bandwidth allows, in decoding
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -125,9 +120,8 @@ def sampling_seconds(model, prompts: float, rows: float, prompt_tokens: int, new
 
 def draw_seconds(config: Config, draw: PlannedDraw, held: Held, setting: Setting, speed: Speed,
                  context: int | None = None) -> dict[str, float]:
-    """Seconds of sampling a draw, and of what is done with it (scoring, the update), on each of the GPUs that share it
-    evenly. Lengths in `draw` are mean ones here. context: the tokens that attention sees, by default the model's whole
-    context."""
+    """Seconds of sampling a draw, and of what is done with it (scoring, the update), on each of the GPUs that share it.
+    Lengths in `draw` are mean ones here. context: the tokens that attention sees, by default the model's context."""
     model, P, new = model_of(config, torch.bfloat16), draw.prompts / setting.ranks, draw.new_tokens
     sampling = (0.0 if draw.teacher_forced else
                 sampling_seconds(model, P, P * draw.samples, draw.prompt_tokens, new, speed))
@@ -144,8 +138,8 @@ def draw_seconds(config: Config, draw: PlannedDraw, held: Held, setting: Setting
 # A stop
 
 def seconds_unheard(config: Config, draw: PlannedDraw, held: Held, setting: Setting, speed: Speed) -> float:
-    """The longest that a draw's sampling or update goes on without looking whether the run is to stop: one prefill,
-    CHECK_EVERY_CUDA tokens for all rows, one micro-batch, or, of several updates of a batch, all after the first."""
+    """The longest that a draw goes on without looking whether the run is to stop: one prefill, CHECK_EVERY_CUDA tokens
+    for all rows, one micro-batch, or, of several updates of a batch, all after the first."""
     model, P = model_of(config, torch.bfloat16), -(-draw.prompts // setting.ranks)
     rows, spans = num_places(P, draw.samples, draw.prompt_tokens, draw.new_tokens, setting.max_rows,
                              setting.max_cached_tokens), [0.0]
@@ -175,8 +169,7 @@ def describe_stop(configs: dict[str, Config], held: dict[str, Held], draws: list
 # A run's plan, from what its recipe declares
 
 def planned(draws: dict, prompt_tokens: Callable, share: float = 1.0) -> list[PlannedDraw]:
-    """A recipe's draws, sized. prompt_tokens(wrap): tokens of a problem in a prompt; share: of their limits that
-    completions run to."""
+    """A recipe's draws, sized. prompt_tokens(wrap): of a prompt; share: of their limits that completions run to."""
     return [PlannedDraw(draw.role, name, draw.num_prompts, draw.num_samples,
                         prompt_tokens(draw.wrap) + int(share * draw.quoted), max(1, int(share * draw.max_new_tokens)),
                         draw.times, draw.trained, draw.teacher_forced, draw.scored)
@@ -211,38 +204,32 @@ def setting_of(args, ranks: int, dtype: torch.dtype, device: torch.device) -> Se
                    args.max_cached_tokens, args.updates_per_batch, args.sequence_ratio, repeats_keys)
 
 
-def longest_prompt(tokenizer, fmt, problems: list[str]) -> Callable:
-    """A function of `wrap`: the tokens of the longest problem in such a prompt."""
-    longest = longest_problem(tokenizer, problems)
-    return functools.cache(lambda wrap: len(wrap(tokenizer, fmt, longest)))
+def prompt_lengths(tokenizer, fmt, problems: list[str]) -> tuple[Callable, Callable]:
+    """Functions of `wrap`: the tokens of such a prompt of the longest problem, and of a mean one."""
+    longest, first = longest_problem(tokenizer, problems), problems[:1000]
+    length = lambda wrap, problem: len(wrap(tokenizer, fmt, problem))
+    return (functools.cache(lambda wrap: length(wrap, longest)),
+            functools.cache(lambda wrap: sum(length(wrap, problem) for problem in first) // len(first)))
 
 
-def plan_of(args, specs: dict, configs: dict[str, Config], draws: dict, tokenizer, fmt, problems: list[str],
-            ranks: int, dtype: torch.dtype, device: torch.device) -> dict:
+def plan_of(configs: dict[str, Config], held: dict[str, Held], draws: list[PlannedDraw], setting: Setting) -> dict:
     """`memory_plan` of a run: of a micro-batch no more tokens than a draw has."""
-    sized = planned(draws, longest_prompt(tokenizer, fmt, problems))
-    most = max(-(-d.prompts // ranks) * (d.prompt_tokens + d.samples * d.new_tokens) for d in sized)
-    setting = setting_of(args, ranks, dtype, device)
-    setting = replace(setting, micro_batch_tokens=min(setting.micro_batch_tokens, most))
-    return memory_plan(configs, held_by(args, specs, configs), sized, setting)
+    most = max(-(-d.prompts // setting.ranks) * (d.prompt_tokens + d.samples * d.new_tokens) for d in draws)
+    return memory_plan(configs, held, draws,
+                       replace(setting, micro_batch_tokens=min(setting.micro_batch_tokens, most)))
 
 
-def describe_run(args, specs: dict, configs: dict[str, Config], draws: dict, totals: dict[str, int], tokenizer, fmt,
-                 problems: list[str], ranks: int, dtype: torch.dtype, device: torch.device) -> list[str]:
-    """What tango_rl --dry-run prints: flags as resolved, memory per rank, tokens per step, hours. specs, configs: of
-    the roles; draws: what the recipe samples; totals: updates of each role in the run; problems: their texts."""
-    speed, held = Speed(gpu_name(device)), held_by(args, specs, configs)
-    setting = setting_of(args, ranks, dtype, device)
-    first, most = problems[:1000], longest_prompt(tokenizer, fmt, problems)
-    mean = functools.cache(lambda wrap: sum(len(wrap(tokenizer, fmt, problem)) for problem in first) // len(first))
-    others = flags_of_others(args.task)
+def describe_run(args, configs: dict[str, Config], held: dict[str, Held], draws: dict, totals: dict[str, int],
+                 setting: Setting, plan: dict, lengths: tuple[Callable, Callable], device: torch.device) -> list[str]:
+    """What tango_rl --dry-run prints: flags as resolved, memory per rank, tokens per step, hours. totals: updates of
+    each role in the run; plan: of `plan_of`; lengths: of `prompt_lengths`."""
+    speed, (longest, mean), others = Speed(gpu_name(device)), lengths, flags_of_others(args.task)
+    most, ranks = planned(draws, longest), setting.ranks
     lines = ["settings: " + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in vars(args).items()
                                      if not name.startswith(others)), ""]
-    plan = plan_of(args, specs, configs, draws, tokenizer, fmt, problems, ranks, dtype, device)
     lines += show_plan(plan, machine_memory(device) / 1e9)
     lines += ["", "tokens per step, at most: " + ", ".join(
-        f"{draw.prompts * draw.samples * draw.new_tokens:,} of {draw.name} ({draw.role})"
-        for draw in planned(draws, most))]
+        f"{draw.prompts * draw.samples * draw.new_tokens:,} of {draw.name} ({draw.role})" for draw in most)]
     lines += ["updates: " + ", ".join(f"{count} of the {role}" for role, count in totals.items())]
     for share, words in ((0.5, "half of their limits"), (1.0, "their limits")):
         total, shown = 0.0, []
@@ -256,7 +243,7 @@ def describe_run(args, specs: dict, configs: dict[str, Config], draws: dict, tot
     lines.append(f"{(first + (ranks - 1) * other) / 1e9:.3f} GB on disk per checkpoint set (weights, and AdamW of what "
                  f"is trained); --save-every {args.save_every}, "
                  + (f"the last {args.keep} are kept" if args.keep else "none is removed"))
-    lines.append(describe_stop(configs, held, planned(draws, most), setting, speed))
+    lines.append(describe_stop(configs, held, most, setting, speed))
     return [*lines,
             f"computed for {ranks} x {speed.gpu} at {100 * speed.mfu:.0f}% of the peak FLOPs in training and "
             f"{100 * speed.decode_efficiency:.0f}% of the bandwidth's speed in decoding; "

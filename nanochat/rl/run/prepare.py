@@ -21,7 +21,8 @@ from nanochat.rl.play.sampling import Sampler
 from nanochat.rl.records.outcomes import problems_digest, texts_digest
 from nanochat.rl.run.flags import (ask, check_args, check_draws, check_problems, check_task, complete_args,
                                    warn_of_starts, with_times)
-from nanochat.rl.run.plan import check_plan, check_sizes, describe_run
+from nanochat.rl.run.plan import (check_plan, check_sizes, describe_run, held_by, plan_of, planned, prompt_lengths,
+                                  setting_of)
 from nanochat.rl.run.resume import (check_no_models, check_problems_stayed, check_recipe_text, read_config,
                                     resolve_resume)
 from nanochat.storage.files import check_writable, path_of, whole_file, write_json
@@ -31,8 +32,8 @@ from tasks.few_labels import FewLabels
 
 
 def prepare(args, recipe, defaults: dict) -> Play | None:
-    """A run, ready for its first step, or for its next; None for --dry-run, which prints the plan. defaults: of all
-    flags. Raises BadInput."""
+    """A run, ready for its next step; None for --dry-run, which prints the plan. defaults: of all flags. Raises
+    BadInput."""
     task, world = make_task(args), rank_and_world()[1]
     check_args(args, world)
     check_json(args)
@@ -59,11 +60,13 @@ def prepare(args, recipe, defaults: dict) -> Play | None:
     prompts = check_problems(args, task, tokenizer, draws, configs, device)
     if args.num_labelled:
         task = FewLabels(task, args.num_labelled, args.labelled_share, args.examples_per_step)
+    setting, held = setting_of(args, world, dtype, device), held_by(args, recipe.ROLES, configs)
+    lengths = prompt_lengths(tokenizer, task.fmt, prompts)
+    plan = plan_of(configs, held, planned(draws, lengths[0]), setting)
     if args.dry_run:
-        print0("\n".join(describe_run(args, recipe.ROLES, configs, draws, totals, tokenizer, task.fmt, prompts, world,
-                                      dtype, device)))
+        print0("\n".join(describe_run(args, configs, held, draws, totals, setting, plan, lengths, device)))
         return None
-    check_plan(args, recipe.ROLES, configs, draws, tokenizer, task.fmt, prompts, world, dtype, device)
+    check_plan(plan, device)
     roles = load_roles(args, recipe.ROLES, starts, device, dtype)
     for role in roles.values():
         tokenizer.check_model(role.name, role.model)
@@ -169,7 +172,7 @@ def open_run(args, recipe, task, problems: list[int], starts: dict, device, dtyp
         write_json(os.path.join(run.folder, "config.json"), before | {"args": vars(args), "resumed": resumed})
     if not is_resumed:
         run.remove("recipe.py")  # of a run that came to nothing
-        if run.rank == 0 and hasattr(recipe, "text"):
-            with whole_file(os.path.join(run.folder, "recipe.py")) as f:
-                f.write(recipe.text)
+    if not is_resumed and run.rank == 0 and hasattr(recipe, "text"):
+        with whole_file(os.path.join(run.folder, "recipe.py")) as f:
+            f.write(recipe.text)
     return run
