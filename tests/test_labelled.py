@@ -50,16 +50,12 @@ def test_a_line_is_a_solution_with_its_outcome_and_a_label_for_each_step(write, 
     ({"labels": [1.0, math.nan]}, "a label that is no finite number"),
     ({"labels": [1.0, 10 ** 400]}, "a label that is no finite number"),
     ({"labels": [1.0, True]}, "a label that is no finite number"),
-    ({"labels": None}, "has no 'labels' that could be read"),
-    ({"outcome": 1}, "has no 'outcome' that could be read"),
-    ({"index": "3", "prompt": ""}, "has no 'index' that could be read"),
-    ({"index": True}, "has no 'index' that could be read"),
-    ({"index": 10 ** 400}, "its prompt is not that of problem 10000000000000000000... of rl"),
-    ({"index": -10 ** 400}, "its prompt is not that of problem -1000000000000000000... of rl"),
+    *((change, "is no json object with split, index, prompt, solution, outcome, labels as") for change in (
+        {"labels": None}, {"outcome": 1}, {"index": "3", "prompt": ""}, {"index": True}, {"prompt": "\ud800"},
+        {"solution": "1+1:2;2*2:1;=2\ud800"})),
+    ({"index": 10 ** 400}, "its prompt is not that of problem 10000000000000000000 of rl"),
     ({"split": "no" * 99, "prompt": ""}, f"its prompt is not that of problem 3 of {'no' * 20} of task"),
     ({"prompt": "1"}, "was the file made with other flags or another seed? Those of label_steps stand beside"),
-    ({"solution": "1+1:2;2*2:1;=2\ud800"}, "its 'solution' has half of a surrogate pair"),
-    ({"prompt": "\ud800"}, "its 'prompt' has half of a surrogate pair"),
     ({"split": "no", "prompt": ""}, "its prompt is not that of problem 3 of no")])
 def test_a_line_that_does_not_fit_is_refused_with_its_number(tmp_path, task, change, words):
     good = {"prompt": task.problem("rl", 3).prompt}
@@ -72,7 +68,7 @@ def test_a_line_that_does_not_fit_is_refused_with_its_number(tmp_path, task, cha
 
 def test_a_file_that_is_none_is_refused(tmp_path, task):
     path = tmp_path / "l.jsonl"
-    for text, words in ((None, "cannot be read"), ("{\n", "line 1: is no json"), ("[1]\n", "line 1: has no 'split'"),
+    for text, words in ((None, "cannot be read"), ("{\n", "line 1: is no json"), ("[1]\n", "line 1: is no json"),
                         ("\n", "has no solutions")):
         if text:
             path.write_text(text)

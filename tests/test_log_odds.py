@@ -14,7 +14,7 @@ from nanochat.rl.records.prompts import Prompt, Solution
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.log_odds import (PLACES, after_steps, bce_coefficients, end_read, ended, log_odds,
                                          pair_coefficients, squared_coefficients, steps_filled, steps_read,
-                                         verdict_opening, verdict_tokens)
+                                         verdict_tokens)
 from nanochat.tokenizer import Tokenizer
 from tasks.common import Problem
 from tasks.formats import COMPACT, PAPER
@@ -35,10 +35,9 @@ def rollouts_of(lengths=LENGTHS, seed: int = 0) -> Rollouts:
 
 
 def test_verdict_tokens_are_the_first_in_which_the_verdicts_differ_if_they_do():
-    assert verdict_tokens(BYTES, COMPACT) == (ord("T"), ord("F")) and verdict_opening(BYTES, COMPACT) == []
+    assert verdict_tokens(BYTES, COMPACT) == (ord("T"), ord("F"))
     right, wrong = verdict_tokens(BYTES, PAPER)
     assert (chr(right), chr(wrong)) == ("C", "I")
-    assert BYTES.decode(verdict_opening(BYTES, PAPER)) == "\\boxed{"
     with pytest.raises(BadInput, match="format compact: of 'T' and 'Th'"):
         verdict_tokens(BYTES, replace(COMPACT, incorrect="Th"))
 

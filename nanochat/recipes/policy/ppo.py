@@ -28,7 +28,7 @@ from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards, log_variances
 from nanochat.rl.play.play import Draw, Play, Update
-from nanochat.rl.verify.log_odds import bce_coefficients, log_judgments, log_odds, mean_over, verdict_parts
+from nanochat.rl.verify.log_odds import bce_coefficients, log_judgments, log_odds, sum_of, verdict_parts
 
 STATUS = "runs: as GRPO or below it in two settings of three seeds each; its critics explain little"
 ROLES = {"generator": RoleSpec("--model-tag"), "critic": RoleSpec("--critic-tag", lr="--critic-lr")}
@@ -101,7 +101,7 @@ def play(t: Play):
         bonus = likelihood_bonus(right, lengths, t.args.lm_coef, t.reduce)[:, None] * mask         # L_NLL
         yield Update("generator", [(known, whiten(advantages, mask, t.reduce) + bonus)])           # L_CLIP
     parts = verdict_parts(t, known, bce_coefficients(s, returns, mask))                            # L_VF
-    parts = mean_over(t, parts, mask.sum().item())
+    parts = sum_of(t, (parts, mask.sum().item()))
     yield Update("critic", parts, PolicyLoss("reinforce"), aggregation="rollout", num_updates=1)
 
 

@@ -21,25 +21,24 @@ from nanochat.rl.measure.scores import share_of
 from nanochat.rl.play.play import Draw, Play, Update, warn_once
 from nanochat.rl.records.prompts import (STRENGTHS, Prompt, numbered, parse_choice, parse_scores, read_solution,
                                          top_score)
-from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.records.rollouts import Rollouts, grouped
 from nanochat.rl.verify.forms import empty_form_prompt, form_prompt
 from nanochat.rl.verify.spots import Spot, chances_at, forced, spot_of
 from tasks.common import Problem
 
 
 class Candidates(NamedTuple):
-    """Solutions of a problem in the order in which they are shown; right: the place of the right one, -1 where there
-    is none or nobody knows."""
+    """Solutions of a problem that are judged together."""
     problem: Problem
-    texts: list[str]
-    right: int = -1
+    texts: list[str]  # in the order in which they are shown
+    right: int = -1   # the place of the right one, -1 where there is none or nobody knows
 
 
 # Who stands together
 
 def one_right(outcomes: list[bool | None], num: int) -> list[int] | None:
-    """The places of the first right entry and of the first num - 1 wrong ones, None where there are not as many. With
-    num 1 the first entry that has an outcome."""
+    """The places of the first right entry and of the first num - 1 wrong ones, None where there are not as many; with
+    num 1 of the first with an outcome."""
     places = {kind: [i for i, outcome in enumerate(outcomes) if outcome is kind] for kind in (True, False)}
     if num == 1:
         return sorted(places[True] + places[False])[:1] or None
@@ -60,8 +59,8 @@ def balanced_places(num: int, num_places: int, rng: random.Random | None) -> lis
 
 
 def candidates(t: Play, solutions: Rollouts, num: int, rng: random.Random | None) -> list[Candidates]:
-    """At most one set of each group of solutions, over all ranks, in the order of their problems: the same however
-    many ranks there are. solutions: of problems that were dealt out over ranks."""
+    """At most one set of each group of solutions, over all ranks, in the order of their problems, which were dealt out
+    over ranks: the same however many ranks there are."""
     outcomes, problems, rows, size = t.check(solutions), solutions.problems(), [], t.args.num_solutions
     for start in range(0, len(solutions), size):
         chosen = one_right(outcomes[start: start + size], num)
@@ -95,8 +94,8 @@ def turned(shown: list[Candidates]) -> list[Candidates]:
 
 
 def forced_choices(t: Play, role: str, shown: list[Candidates]) -> tuple[Rollouts, list[tuple[int, Spot]]]:
-    """Verifications that choose the right one of a pair at once, without an analysis, and where the choice stands:
-    after the prompt of form pair. Its log-odds are those of A against B."""
+    """Verifications of form pair that choose the right one at once, without an analysis, and where the choice stands.
+    Its log-odds are those of A against B."""
     return forced(t, role, candidate_prompts(t, "pair", shown), t.task.fmt.choices, [line.right == 0 for line in shown])
 
 
@@ -122,8 +121,7 @@ def candidate_draws(args, form: str, num: int) -> dict[str, Draw]:
 
 
 def judge(t: Play, form: str, num: int) -> tuple[Rollouts, list[Candidates]]:
-    """This step's candidates of `num`, and a group of verifications of each: this rank's share. -> the verifications,
-    the candidates of each"""
+    """This rank's share of the step's verifications, a group of each set of `num`, and the candidates of each."""
     solutions = t.solve("judged", t.problems(), t.args.num_solutions)
     shown = candidates(t, solutions, num, random.Random(f"{t.args.seed}-{t.step}-places"))
     t.log("verifier", {"num_lineups": len(shown)})
@@ -213,8 +211,7 @@ def scores_of_pairs(t: Play, form: str, graded: bool = False) -> dict:
 
 
 def scores_of_choices(t: Play, choose: Callable[[list[Candidates]], list[int | None]]) -> dict:
-    """`pair_scores` on held-out pairs, <score>_in and <score>_out: each pair in both orders. choose: gives the choices
-    between pairs."""
+    """`pair_scores` of `choose` on held-out pairs, <score>_in and <score>_out: each pair in both orders."""
     found = {}
     for split, name in SPLITS.items():
         mine = held_out_candidates(t, 2, split)[t.run.rank:: t.run.world]
@@ -239,8 +236,8 @@ def pair_scores(rows: list[list]) -> dict:
 # What judgments are worth to the solutions
 
 def round_robin(group_id: list[int], num: int) -> list[list[int]]:
-    """Rollouts that are shown together, `num` of a group: each with those after it, the first again after the last.
-    So each stands in every place once."""
+    """Rollouts that are shown together, `num` of a group: each with those after it, the first again after the last. So
+    each stands in every place once."""
     return [[rows[(i + place) % len(rows)] for place in range(num)] for rows in members(group_id)
             for i in range(len(rows))]
 
@@ -253,10 +250,7 @@ def all_pairs(group_id: list[int]) -> list[list[int]]:
 
 def members(group_id: list[int]) -> list[list[int]]:
     """The rollouts of each group."""
-    groups: dict[int, list[int]] = {}
-    for n, g in enumerate(group_id):
-        groups.setdefault(g, []).append(n)
-    return list(groups.values())
+    return list(grouped(group_id, range(len(group_id))).values())
 
 
 Scores = list[list[float] | None]  # of verifications: what each gives to the solutions that it was shown

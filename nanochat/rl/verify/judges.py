@@ -27,14 +27,11 @@ from nanochat.rl.verify.spots import chances_at, forced_verdicts, written_chance
 
 @dataclass
 class Judgment:
-    """steps: the chance that each reasoning step is right, None where nothing is said of steps; final: that the
-    solution is, None where that is not said; texts: the verifications of `generative`, else none; tokens: that were
-    sampled for it, and one for each verdict that was asked for by its log-odds; solutions that are judged together
-    share them. Reading the solution costs all judges alike and is not counted."""
-    steps: list[float] | None
-    final: float | None
-    tokens: float
-    texts: list[str] = field(default_factory=list, compare=False)
+    """What a judge says of a solution. Reading the solution costs all judges alike and is not counted."""
+    steps: list[float] | None  # the chance that each reasoning step is right, None where nothing is said of steps
+    final: float | None        # that the solution is
+    tokens: float  # sampled for it, and one for each log-odds; shared by solutions that are judged together
+    texts: list[str] = field(default_factory=list, compare=False)  # the verifications of `generative`
 
 
 # What a solution's steps make of it
@@ -76,8 +73,7 @@ def judge_end(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
 
 
 def judge_steps(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
-    """A step model: the log-odds after each step, of which --prm-aggregate makes the solution's; None without
-    steps."""
+    """A step model: the log-odds after each step, of which --prm-aggregate makes the solution's, if there are any."""
     _, steps, _ = read_by_log_odds(t, role, solutions)
     return [Judgment(row, AGGREGATES[t.args.prm_aggregate](row) if row else None, len(row)) for row in steps]
 
@@ -85,8 +81,7 @@ def judge_steps(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
 def judge_tokens(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
     """An outcome model at every token (Cobbe et al. 2021), read after steps and at the end."""
     own, steps, finals = read_by_log_odds(t, role, solutions)
-    rows = zip(steps, finals, own.lengths.tolist(), strict=True)
-    return [Judgment(row, final, length) for row, final, length in rows]
+    return list(map(Judgment, steps, finals, own.lengths.tolist()))
 
 
 def judge_verdict(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
@@ -156,38 +151,33 @@ VERDICT_TOKENS = 32  # of a verdict alone, at most
 
 # What a step gives each judge: (args, problems, solutions of each, times in a run; None as in Draw)
 
-def written_draw(args, num_problems: int, num_samples: int, times: int | None) -> Draw:
-    return Draw("verifier", num_problems * num_samples, args.verifications, args.verifier_max_new_tokens, times,
-                wrap=empty_verifier_prompt, quoted=args.max_new_tokens)
+def quoting(args, form: str) -> dict:
+    """The fields of a draw whose prompts ask for this form of verification."""
+    num = num_together(args, form)
+    wrap = empty_verifier_prompt if form == "steps" else partial(empty_form_prompt, form=form, num=num)
+    return {"wrap": wrap, "quoted": num * args.max_new_tokens}
 
 
 def log_odds_draw(args, num_problems: int, num_samples: int, times: int | None) -> Draw:
     return Draw("verifier", num_problems, num_samples, args.max_new_tokens + 1, times, teacher_forced=True, scored=2)
 
 
-def verdict_draw(args, num_problems: int, num_samples: int, times: int | None) -> Draw:
-    return Draw("verifier", num_problems * num_samples, 1, VERDICT_TOKENS, times, teacher_forced=True, scored=2,
-                wrap=empty_verifier_prompt, quoted=args.max_new_tokens)
+def written_draw(args, num_problems: int, num_samples: int, times: int | None, form: str = "steps",
+                 scored: int = 0) -> Draw:
+    return Draw("verifier", num_problems * num_samples, args.verifications, args.verifier_max_new_tokens, times,
+                scored=scored, **quoting(args, form))
 
 
-def analysed_draw(args, num_problems: int, num_samples: int, times: int | None) -> Draw:
-    return written_draw(args, num_problems, num_samples, times)._replace(scored=2)
-
-
-def preferred_draw(args, num_problems: int, num_samples: int, times: int | None) -> Draw:
-    return Draw("verifier", 2 * num_problems * num_samples, 1, VERDICT_TOKENS, times, teacher_forced=True, scored=2,
-                wrap=partial(empty_form_prompt, form="pair", num=2), quoted=2 * args.max_new_tokens)
-
-
-def together_draw(args, num_problems: int, num_samples: int, times: int | None, form: str) -> Draw:
-    num = num_together(args, form)
-    return written_draw(args, num_problems, num_samples, times)._replace(
-        wrap=partial(empty_form_prompt, form=form, num=num), quoted=num * args.max_new_tokens)
+def verdict_draw(args, num_problems: int, num_samples: int, times: int | None, form: str = "steps",
+                 orders: int = 1) -> Draw:
+    return Draw("verifier", orders * num_problems * num_samples, 1, VERDICT_TOKENS, times, teacher_forced=True,
+                scored=2, **quoting(args, form))
 
 
 JUDGE_DRAWS = {"generative": written_draw, "steps": log_odds_draw, "end": log_odds_draw, "tokens": log_odds_draw,
-               "verdict": verdict_draw, "analysed": analysed_draw, "preferred": preferred_draw,
-               **{form: partial(together_draw, form=form) for form in GROUP_SCORES}}
+               "verdict": verdict_draw, "analysed": partial(written_draw, scored=2),
+               "preferred": partial(verdict_draw, form="pair", orders=2),
+               **{form: partial(written_draw, form=form) for form in GROUP_SCORES}}
 
 
 def judge_draws(args, judge: str, num_problems: int, num_samples: int, times: int | None = None) -> dict[str, Draw]:
@@ -210,8 +200,8 @@ def add_together_args(group) -> None:
 
 
 def check_together_args(args) -> None:
-    """Raises BadInput for a flag that the judge has no use for, and where a judge of several solutions is given fewer,
-    in a step or in the evaluation."""
+    """Raises BadInput for a flag that the judge has no use for, and where a judge of several solutions is given
+    fewer."""
     for name in sorted(USED_BY.keys() & getattr(args, "explicit", set())):
         if args.judge not in USED_BY[name]:
             raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: the judge {args.judge} has no use for "

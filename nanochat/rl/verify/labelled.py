@@ -19,72 +19,68 @@ from dataclasses import dataclass, replace
 from nanochat.common import BadInput, gather_lists
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.credit.aggregation import check_one_update
+from nanochat.rl.measure.evals import SPLITS
 from nanochat.rl.measure.step_labels import METHODS
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import count_copies, longest_problem, solve_prompt
-from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.records.rollouts import Rollouts, grouped
 from nanochat.rl.verify.comparing import one_right
 from nanochat.storage.files import path_of
 from tasks.common import SPLIT_BUCKETS, Problem, check_problem, nth_of_epochs
 
 OF_SOLUTION = {"split": (str,), "index": (int,), "prompt": (str,), "solution": (str,)}
 OF_LABELS = {"outcome": (bool, type(None)), "labels": (list,)}
-TEST_SPLITS = ("test_in", "test_out")
 LEAST = {"chances": 0, "progress": -1}  # of each kind of labels that is learned
 KIND_OF_VALUE = {"best_of": "progress", "logprob": "information gains"}  # of a Method: else its labels are chances
 
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """A solution of a problem, its outcome (None: not known) and a label for each of its reasoning steps. copy: how
-    many solutions of this problem stand before it in the step, which tells them apart for the noise; method: which made
-    the labels, "" where the file does not say."""
+    """A solution of a problem."""
     problem: Problem
     solution: str
-    outcome: bool | None
-    labels: list[float]
-    copy: int = 0
-    method: str = ""
+    outcome: bool | None  # None: not known
+    labels: list[float]   # one for each of its reasoning steps
+    copy: int = 0         # how many solutions of this problem stand before it in the step: tells noise apart
+    method: str = ""      # which made the labels, where the file says so
 
 
 def solution_rows(flag: str, path: str, task, fields: dict[str, tuple] = OF_SOLUTION) -> Iterator[tuple[str, dict]]:
     """The lines of a file of solutions: where each stands, for complaints about it, and its fields, with the `problem`.
     Raises BadInput for the first that is no solution of the task or lacks one of `fields`, for a file without lines,
     and for one that cannot be read."""
-    num = 0
+    where = f"{flag} {path}"
     try:
         with open(path, encoding="utf-8") as f:
             for number, line in enumerate(f, 1):
                 if line.strip():
-                    where, num = f"{flag} {path}: line {number}", num + 1
+                    where = f"{flag} {path}: line {number}"
                     yield where, read_line(where, line, task, fields)
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{flag} {path}: cannot be read: {error}") from None
-    if not num:
-        raise BadInput(f"{flag} {path}: has no solutions")
+    if where == f"{flag} {path}":
+        raise BadInput(f"{where}: has no solutions")
 
 
 def read_line(where: str, line: str, task, fields: dict[str, tuple]) -> dict:
     """One line of such a file. Raises BadInput, which begins with `where`."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"{where}: is no json: {error}") from None
-    for name, kinds in fields.items():
-        if not (isinstance(row, dict) and name in row and type(row[name]) in kinds):
-            raise BadInput(f"{where}: has no {name!r} that could be read")
-        if str in kinds and row[name] != row[name].encode(errors="replace").decode():
-            raise BadInput(f"{where}: its {name!r} has half of a surrogate pair, which is no text")
+        "".join(row[name] for name, kinds in fields.items() if kinds == (str,)).encode()  # not half a surrogate pair
+        is_whole = all(type(row[name]) in kinds for name, kinds in fields.items())
+    except (KeyError, RecursionError, TypeError, ValueError):
+        is_whole = False
+    if not is_whole:
+        raise BadInput(f"{where}: is no json object with {', '.join(fields)} as label_steps writes them")
     split, index = row["split"], row["index"]
     try:
         problem = task.problem(split, index) if split in SPLIT_BUCKETS and index >= 0 else None
     except (BadInput, KeyError, IndexError, ValueError):
         problem = None
     if problem is None or check_problem(where, problem, split, index).prompt != row["prompt"]:
-        number = str(index) if abs(index) < 10 ** 20 else f"{str(index)[:20]}..."
-        raise BadInput(f"{where}: its prompt is not that of problem {number} of {split[:40]} of task {task.name}, but "
-                       f"{row['prompt'][:40]!r}: was the file made with other flags or another seed? Those of "
-                       f"label_steps stand beside its FILE.jsonl, in FILE.summary.json")
+        raise BadInput(f"{where}: its prompt is not that of problem {str(index)[:20]} of {split[:40]} of task "
+                       f"{task.name}, but {row['prompt'][:40]!r}: was the file made with other flags or another seed? "
+                       f"Those of label_steps stand beside its FILE.jsonl, in FILE.summary.json")
     return row | {"problem": problem}
 
 
@@ -93,7 +89,7 @@ def read_labelled(path: str, task) -> list[Labelled]:
     """The labelled solutions of a file. Raises BadInput, with the line, for what does not fit the task."""
     rows = []
     for where, row in solution_rows("--labels", path, task, OF_SOLUTION | OF_LABELS):
-        if row["split"] in TEST_SPLITS:
+        if row["split"] in SPLITS:
             raise BadInput(f"{where}: problem {row['index']} is of {row['split']}, on which a run is evaluated; "
                            "nothing is learned from test problems")
         labels, num_steps = row["labels"], len(task.fmt.step_spans(row["solution"]))
@@ -108,8 +104,8 @@ def read_labelled(path: str, task) -> list[Labelled]:
 
 
 def check_kind(path: str, rows: list[Labelled], kind: str) -> None:
-    """Raises BadInput where labels are not of a kind: chances, from 0 to 1, or progress, from -1 to 1. What made them
-    tells, where the file says it, and the range."""
+    """Raises BadInput where labels are not of a kind, by the method that made them, where the file says it, and by
+    their range: chances, from 0 to 1, or progress, from -1 to 1."""
     least = LEAST[kind]
     for row in rows:
         where = f"--labels {path}: problem {row.problem.index} of {row.problem.split}"
@@ -147,8 +143,8 @@ def check_outcomes(args, task) -> None:
 
 @functools.lru_cache(maxsize=4)
 def longest_labelled(path: str) -> tuple[int, str]:
-    """The tokens of the longest solution of a file that was checked, its end token included, and what to say where they
-    are too many."""
+    """The tokens of the longest solution of a checked file, with its end token, and what to say where they are too
+    many."""
     with open(path, encoding="utf-8") as f:
         rows = [json.loads(line) for line in f if line.strip()]
     owners = {row["solution"]: f"problem {row['index']} of {row['split']}" for row in rows}
@@ -171,15 +167,10 @@ def quoting_labelled(args, draw: Draw, num: int = 1) -> Draw:
     return draw._replace(quoted=num * longest, remedy=remedy)
 
 
-def digest(rows: list[Labelled]) -> int:
-    """A number that tells labelled solutions from others."""
-    return zlib.crc32(repr([(r.problem, r.solution, r.outcome, r.labels) for r in rows]).encode())
-
-
 def labelled_of_run(t: Play) -> list[Labelled]:
     """All labelled solutions. Raises BadInput where the ranks' files differ, or the file is no longer the run's."""
     rows = read_labelled(t.args.labels, t.task)
-    now = digest(rows)
+    now = zlib.crc32(repr([(r.problem, r.solution, r.outcome, r.labels) for r in rows]).encode())
     if "labels" not in t.memory and len(set(gather_lists([now], t.device))) > 1:
         raise BadInput(f"--labels {t.args.labels}: the ranks have read different files")
     if t.memory.setdefault("labels", now) != now:
@@ -188,16 +179,15 @@ def labelled_of_run(t: Play) -> list[Labelled]:
 
 
 def dealt(t: Play, items: list) -> list:
-    """The --examples-per-step items of a step, of all ranks: an epoch goes through all of them, in an order of its
-    own."""
+    """The --examples-per-step items of a step, of all ranks: each epoch has all of them, in an order of its own."""
     P = t.args.examples_per_step
     return [nth_of_epochs(items, t.args.seed, "labels", i) for i in range(t.step * P, (t.step + 1) * P)]
 
 
 def with_copies(rows: list[Labelled]) -> list[Labelled]:
     """The solutions of a step with their `copy`."""
-    return [replace(row, copy=copy) for row, copy in
-            zip(rows, count_copies([row.problem for row in rows]), strict=True)]
+    copies = count_copies([row.problem for row in rows])
+    return [replace(row, copy=copy) for row, copy in zip(rows, copies, strict=True)]
 
 
 def labelled_of_step(t: Play) -> list[Labelled]:
@@ -209,10 +199,7 @@ def labelled_of_step(t: Play) -> list[Labelled]:
 
 def by_problem(rows: list[Labelled]) -> list[list[Labelled]]:
     """The solutions of each problem, wherever in the file they stand."""
-    groups: dict[Problem, list[Labelled]] = {}
-    for row in rows:
-        groups.setdefault(row.problem, []).append(row)
-    return list(groups.values())
+    return list(grouped((row.problem for row in rows), rows).values())
 
 
 def right_and_wrong(rows: list[Labelled]) -> list[list[Labelled]]:
@@ -229,8 +216,7 @@ def check_pairs(args, task) -> None:
 
 
 def pairs_of_step(t: Play, role: str) -> list[list[Labelled]]:
-    """This rank's share of a step's pairs, a right and a wrong solution each. Logs how many problems of the file have
-    none."""
+    """This rank's share of a step's pairs of a right and a wrong solution. Logs how many problems have none."""
     rows = labelled_of_run(t)
     pairs = right_and_wrong(rows)
     t.log(role, {"unpaired": len(by_problem(rows)) - len(pairs)})

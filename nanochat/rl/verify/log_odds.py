@@ -23,20 +23,13 @@ from nanochat.rl.records.prompts import Prompt, Solution
 from nanochat.rl.records.rollouts import Rollouts
 
 
-def verdict_opening(tokenizer, fmt) -> list[int]:
-    """The tokens with which both verdicts of a format begin, before they differ: [] of COMPACT's T and F."""
-    right, wrong = tokenizer.encode(fmt.correct), tokenizer.encode(fmt.incorrect)
-    differ = [k for k, (a, b) in enumerate(zip(right, wrong, strict=False)) if a != b]
-    if not differ:
-        raise BadInput(f"format {fmt.name}: of {fmt.correct!r} and {fmt.incorrect!r} one begins like the other in this "
-                       f"tokenizer, so no token tells them apart")
-    return right[: differ[0]]
-
-
 def verdict_tokens(tokenizer, fmt) -> tuple[int, int]:
     """T and F: the first tokens in which the format's verdicts differ. Raises BadInput where none does."""
-    k = len(verdict_opening(tokenizer, fmt))
-    return tokenizer.encode(fmt.correct)[k], tokenizer.encode(fmt.incorrect)[k]
+    for right, wrong in zip(tokenizer.encode(fmt.correct), tokenizer.encode(fmt.incorrect), strict=False):
+        if right != wrong:
+            return right, wrong
+    raise BadInput(f"format {fmt.name}: of {fmt.correct!r} and {fmt.incorrect!r} one begins like the other in this "
+                   f"tokenizer, so no token tells them apart")
 
 
 # Where a verdict is asked
@@ -175,17 +168,10 @@ def likelihood_parts(rollouts: Rollouts, weights: torch.Tensor) -> Parts:
     return [(replace(rollouts, sampler_logprobs=not_sampled), weights.float() * rollouts.mask)]
 
 
-def mean_over(t: Play, parts: Parts, num: float) -> Parts:
-    """`sum_of` a single loss."""
-    return sum_of(t, (parts, num))
-
-
 def sum_of(t: Play, *losses: tuple[Parts, float]) -> Parts:
     """The parts of one Update per "rollout" whose loss is the sum of these losses, each averaged over its own number.
-
-    losses: parts and a number of this rank (of places, solutions or pairs), which is summed over ranks. The update by
-    itself averages over the rollouts of all parts; that is undone here.
-    """
+    losses: parts and this rank's number (of places, solutions or pairs). The update by itself averages over the
+    rollouts of all parts; that is undone here."""
     num_rollouts = float(sum(len(rollouts) for parts, _ in losses for rollouts, _ in parts))
     sizes = t.reduce(torch.tensor([num_rollouts, *(float(num) for _, num in losses)], device=t.device)).tolist()
     return [(rollouts, coefficients * (sizes[0] / max(1.0, num)))
@@ -193,7 +179,7 @@ def sum_of(t: Play, *losses: tuple[Parts, float]) -> Parts:
 
 
 def learn_verdicts(t: Play, role: str, *losses: tuple[Parts, float]):
-    """The update of a role on the sum of these losses (see `sum_of`), or none where no rank has anything to learn."""
+    """The update of a role on `sum_of` these losses, or none where no rank has anything to learn."""
     nums = t.reduce(torch.tensor([float(num) for _, num in losses], device=t.device))
     check_one_update(t.args)
     if nums.any():
@@ -201,6 +187,5 @@ def learn_verdicts(t: Play, role: str, *losses: tuple[Parts, float]):
 
 
 def learn_likelihood(t: Play, role: str, rollouts: Rollouts):
-    """SFT: the update of a role on the mean -log pi of the rollouts' tokens over all ranks, or none where there are
-    none."""
+    """SFT: the update of a role on the mean -log pi of the rollouts' tokens over all ranks, if there are any."""
     yield from learn_verdicts(t, role, (likelihood_parts(rollouts, rollouts.mask), rollouts.num_trained().sum().item()))
