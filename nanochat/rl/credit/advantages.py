@@ -66,8 +66,7 @@ def center_mean(values, valid, group_id, num_groups, reduce):
 
 
 def center_loo(values, valid, group_id, num_groups, reduce):
-    """Leave one out (RLOO): the mean over the entries of the group's other rollouts; the entry itself where there are
-    none."""
+    """Leave one out (RLOO): the mean over entries of the group's other rollouts; the entry itself without any."""
     valid = valid.to(values.dtype)
     total, count = (group_sum(x, group_id, num_groups, reduce)[group_id] - x.sum(dim=1) for x in (values, valid))
     return torch.where(count[:, None] > 0, (total / count)[:, None], values)

@@ -38,8 +38,7 @@ def step_rewards(step_ends: list[list[int]], verdicts: list[list[float] | None],
 
 
 def at_step_ends(step_ends: list[list[int]], values: list[list[float] | None], device) -> SparseRewards:
-    """A value at the end token of each of a rollout's K steps. None abstains. Raises ValueError where there are not K
-    values."""
+    """A value at each step's end token; None abstains. Raises ValueError where there are not as many values."""
     width = max([len(ends) for ends in step_ends] + [1])
     found, token_index, valid = (torch.zeros(len(values), width, dtype=dtype)
                                  for dtype in (torch.float32, torch.long, torch.bool))
@@ -67,8 +66,7 @@ def format_reward(unmet: tuple[str, ...]) -> float:
 
 
 def verdict_reward(verdict: bool | None, outcome: bool | None, unmet: tuple[str, ...], gamma: float) -> float | None:
-    """Tango eq. 8: 1 if the final verdict agrees with the outcome, plus gamma * format reward; None where there is no
-    outcome."""
+    """Tango eq. 8: 1 if the final verdict is the outcome, plus gamma * format reward; None without an outcome."""
     return None if outcome is None else float(verdict == outcome) + gamma * format_reward(unmet)
 
 

@@ -71,8 +71,7 @@ def num_shared(args, config) -> int:
 
 
 def shared_names(model: GPT | Decoder, num_layers: int) -> list[str]:
-    """Names of the parameters that are shared whole: the embedding, a GPT's smear, and the lowest blocks and value
-    embeddings."""
+    """The parameters shared whole: embedding, a GPT's smear, the lowest blocks and value embeddings."""
     starts = ("transformer.wte.", "smear_") if isinstance(model, GPT) else ("model.embed_tokens.",)
     names = [name for name, _ in model.named_parameters() if num_layers and name.startswith(starts)]
     for name, _ in model.named_parameters():

@@ -35,8 +35,7 @@ class MicroBatch:
         return places.index_fill(0, self.index, True).view_as(self.tokens)
 
     def at_trained(self, x: torch.Tensor) -> torch.Tensor:
-        """The entries of x (U*R, T, ...) at trained tokens. Unlike indexing by a mask it does not wait for the device.
-        -> (M, ...)"""
+        """The entries of x (U*R, T, ...) at trained tokens, without waiting for the device. -> (M, ...)"""
         return x.flatten(0, 1).index_select(0, self.index)
 
 
@@ -47,8 +46,7 @@ def batch_sizes(lengths: torch.Tensor, reduce) -> tuple[float, float]:
 
 
 def token_weights(lengths: torch.Tensor, aggregation: str, max_new_tokens: int, reduce) -> torch.Tensor:
-    """The weight of each trained token of a rollout, from the sizes of the whole batch over all ranks. lengths (N,)
-    int64: trained tokens -> (N,) fp32."""
+    """Each rollout's weight per trained token, in the batch of all ranks. lengths (N,): of these -> (N,) fp32"""
     return AGGREGATIONS[aggregation](lengths.float(), *batch_sizes(lengths, reduce), max_new_tokens)
 
 

@@ -129,8 +129,7 @@ def name_in_set(role: str, path: str) -> str:
 
 
 def check_checksum(checksums: dict[str, int] | None, role: str, path: str) -> None:
-    """Raises BadInput unless a role's file is the one that was saved with a run's state. checksums: None of older
-    runs."""
+    """Raises BadInput unless a file was saved with the run's state. checksums: None of older runs."""
     if checksums is not None and checksum(path) != checksums.get(name_in_set(role, path)):
         raise BadInput(f"{path} is not the file that was saved with the run's state of this step")
 

@@ -114,8 +114,7 @@ def sampler_logprobs(batch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def token_sums(batch, loss, total, logprobs, entropy) -> torch.Tensor:
-    """Sums over a micro-batch's tokens of what is logged as a mean per token, in the order of SUMS. -> (len(SUMS),)
-    wide"""
+    """Sums over a micro-batch's tokens of what is logged as a mean, in the order of SUMS. -> (len(SUMS),) wide"""
     zero = torch.zeros((), device=logprobs.device)
     advantages, low, high = batch.at_trained(batch.advantages), zero, zero
     if batch.old_logprobs is not None:

@@ -12,8 +12,7 @@ from nanochat.rl.records.outcomes import labels_of
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased probability that one of k samples is right, from `num_samples` of which `num_correct` are (Chen et al.
-    2021)."""
+    """Unbiased probability that one of k samples is right (Chen et al. 2021)."""
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
@@ -44,8 +43,7 @@ def balanced_accuracy(labels: list[bool], verdicts: list[bool | None]) -> float 
 
 
 def first_error(verdicts: list[bool | None]) -> int | None:
-    """Index of the first step judged wrong, -1 where all are judged right (ProcessBench); None where missing verdicts
-    leave it open."""
+    """The first step judged wrong, -1 where all are right (ProcessBench); None where missing verdicts leave it open."""
     return next((k for k, v in enumerate(verdicts) if v is False), None if None in verdicts else -1)
 
 
@@ -70,8 +68,7 @@ def aligned(step_verdicts: list[bool | None], num_steps: int) -> list[bool | Non
 
 
 def verdict_row(task, problem, solution: str, outcome: bool | None, verification) -> list:
-    """What verdict_scores needs of one verification, as plain values: outcome, gold step labels, final verdict, step
-    verdicts, unmet."""
+    """What verdict_scores needs of a verification: outcome, gold step labels, verdict, step verdicts, unmet."""
     return [outcome, labels_of(task, problem, solution), verification.verdict, verification.step_verdicts,
             list(verification.unmet)]
 

@@ -29,8 +29,7 @@ def step_share(verdicts: list[bool | None], step_verdicts: list[list[bool | None
 
 
 def min_step(verdicts: list[bool | None], step_verdicts: list[list[bool | None]]) -> float:
-    """The share of the verifications that judge the weakest step right (the minimum over steps of Wang et al. 2024,
-    Math-Shepherd); 0 without steps."""
+    """The share of verifications that judge the weakest step right (Wang et al. 2024); 0 without steps."""
     return min((column.count(True) / len(column) for column in zip(*step_verdicts, strict=True)), default=0.0)
 
 
@@ -40,14 +39,12 @@ SCORES = {"final": final_share, "steps": step_share, "min_step": min_step}
 # Choosing among n solutions
 
 def best_of_n(scores: list[float], tie_breaks: list[float]) -> int:
-    """Index of the solution with the highest score (Cobbe et al. 2021); ties go to the higher tie break, then to the
-    earliest."""
+    """The solution with the highest score (Cobbe et al. 2021); ties go to the higher tie break, then the earliest."""
     return max(range(len(scores)), key=lambda i: (scores[i], tie_breaks[i], -i))
 
 
 def weighted_vote(answers: list[str | None], scores: list[float]) -> str | None:
-    """The answer whose solutions have the largest sum of scores (Li et al. 2023), ties going to the earliest; None when
-    no answer could be read."""
+    """The answer with the largest sum of scores (Li et al. 2023), ties going to the earliest; None without any."""
     sums: dict[str, float] = {}
     for answer, score in zip(answers, scores, strict=True):
         if answer is not None:
@@ -80,8 +77,7 @@ def brier(shares: list[float], outcomes: list[bool]) -> float:
 
 
 def auroc(shares: list[float], outcomes: list[bool]) -> float | None:
-    """The probability that a right solution has a larger share than a wrong one, ties counting half (Mann and Whitney
-    1947); None unless both occur."""
+    """The chance that a right solution has a larger share than a wrong one, ties half; None unless both occur."""
     right, wrong = (sorted(p for p, y in zip(shares, outcomes, strict=True) if y is kind) for kind in (True, False))
     if not right or not wrong:
         return None
@@ -89,8 +85,7 @@ def auroc(shares: list[float], outcomes: list[bool]) -> float | None:
 
 
 def reliability(shares: list[float], outcomes: list[bool], num_bins: int = 10) -> list[dict]:
-    """Bins of equal width, the last one closed, without empty ones: low, high, count, the mean share and how many of
-    them are right (a share too)."""
+    """Bins of equal width that are not empty: low, high, count, mean share, and share of right ones."""
     bins: dict[int, list] = {}
     for p, y in zip(shares, outcomes, strict=True):
         bins.setdefault(min(int(p * num_bins), num_bins - 1), []).append((p, y))

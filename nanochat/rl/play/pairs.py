@@ -42,8 +42,7 @@ def margins(log_ratios: torch.Tensor, chosen: list[int], rejected: list[int], be
 
 
 def pair_losses(u: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """-P log sigma(u) - (1 - P) log sigma(-u), with targets P: how likely the chosen one is the better one, for sure
-    in DPO, where P is 1. All (Q,)."""
+    """-P log sigma(u) - (1 - P) log sigma(-u), with targets P that the chosen one is better, in DPO 1. All (Q,)."""
     return -targets * logsigmoid(u) - (1 - targets) * logsigmoid(-u)
 
 

@@ -32,8 +32,7 @@ from tasks.common import Problem, check_problem
 
 
 class Draw(NamedTuple):
-    """What a recipe samples, or is given as text, under one name in a step, at most. The context check, the memory plan
-    and the hours follow from it."""
+    """What a recipe samples or gives in a step under one name. Context check, memory and hours follow from it."""
     role: str
     num_prompts: int              # over all ranks
     num_samples: int              # of each prompt
@@ -192,8 +191,7 @@ class Play:
 
     def solve(self, draw: str, problems: list[Problem], num_samples: int | None = None, *, role: str = "",
               greedy: bool = False, tool: Tool | None = None, copies: list[int] | None = None) -> Rollouts:
-        """Solutions of each problem, with a tool: by default the calculator, where --calculator says so. See
-        `sample`."""
+        """`sample` of solutions, with a tool: by default the calculator, where --calculator says so."""
         return self.sample(draw, self.solve_prompts(problems, copies), num_samples, role=role, greedy=greedy,
                            tool=tool or self.sampler.calculator_tool(), wrap=generator_prompt)
 
@@ -268,8 +266,7 @@ class Play:
         return outcomes
 
     def rewards(self, solutions: Rollouts) -> list[float | None]:
-        """What each solution earns by the gold answer, see `scores_of` (Tango eq. 2). The outcomes become a column of
-        the solutions."""
+        """What each solution earns, see `scores_of` (Tango eq. 2). The outcomes become a column."""
         solutions.columns["outcome"] = outcomes = self.check(solutions)
         return scores_of(self.task, solutions.problems(), solutions.texts, outcomes)
 
@@ -322,8 +319,7 @@ class Play:
         return out
 
     def copy_weights(self, source: str, target: str) -> None:
-        """Gives a role another's present weights: a snapshot. It is saved with the run. After it the step is carried
-        through, as after an update."""
+        """Gives a role another's present weights, a snapshot that is saved with the run. It counts as an update."""
         self.check_stop()
         self.has_moved = True
         copy_weights(self.roles[target].model, self.roles[source].model)

@@ -41,8 +41,7 @@ BY_ACCURACY = {"one_minus": one_minus, "azr": azr, "parabola": parabola}
 
 
 def earns(refusal: str, p: float | None, reward: Callable[[float], float]) -> float | None:
-    """reward(p) for a problem, 0 for what is refused; None, which is nothing either way, for a text of a test split and
-    where no outcome is known."""
+    """reward(p), 0 for what is refused; None for a text of a test split and where no outcome is known."""
     if refusal:
         return None if refusal == HELD_OUT else 0.0
     return None if p is None else reward(p)
@@ -79,8 +78,7 @@ def propose_prompt(tokenizer, fmt, problem: str) -> list[int]:
 
 
 def propose(t: Play, role: str, references: list[Problem], num: int, label: str, tool: Tool | None = None) -> Proposals:
-    """`num` proposals after the hint of each reference problem. Their index is that of the reference times `num`, and
-    which of its proposals it is."""
+    """`num` proposals after the hint of each reference problem, whose index theirs goes on from."""
     prompts = t.prompts("propose_prompt", references, hint=[t.task.hint_of(problem) for problem in references])
     rollouts = t.sample(label, prompts, num, role=role, tool=tool)
     rows = zip(rollouts.problems(), rollouts.texts, rollouts.stopped.tolist(), strict=True)
@@ -114,16 +112,14 @@ def log_proposals(t: Play, role: str, found: Proposals, **values: list) -> None:
 # The pool: [index, text] of what was proposed, in the order in which it came
 
 def gathered(t: Play, found: Proposals, places: list[int], num: int) -> list[list]:
-    """The valid proposals in these places, as a pool keeps them, of all ranks in the order of the references, of which
-    each has `num`."""
+    """The valid proposals in these places, as a pool keeps them, of all ranks in the order of their references."""
     rows = [[[found.problems[n].index, found.rollouts.texts[n]] for n in range(i, i + num) if n in places]
             for i in range(0, len(found.problems), num)]
     return [row for of_reference in t.gather(rows) for row in of_reference]
 
 
 def drawn(t: Play, pool: list[list]) -> list[Problem | None]:
-    """This rank's share of --examples-per-step different texts of a pool, None in the place of each that it has not
-    got."""
+    """This rank's share of --examples-per-step different texts of a pool, None for each that it has not got."""
     P, rank, world = t.args.examples_per_step, t.run.rank, t.run.world
     different = list({text: [index, text] for index, text in pool}.values())
     rows = random.Random(f"{t.args.seed}-{t.step}").sample(different, min(P, len(different)))

@@ -58,8 +58,7 @@ class Sampler:
 
     def verify(self, model, problems: list, solutions: list[Solution], num_samples: int, stream: tuple,
                greedy: bool = False, copies: list[int] | None = None) -> tuple[Rollouts, list[Verification]]:
-        """`num_samples` verifications of each solution; problems[i] is what solutions[i] solves. copies: see
-        `numbered`."""
+        """`num_samples` verifications of each solution, of problems[i]. copies: see `numbered`."""
         prompts = verify_prompts(self.tokenizer, self.task.fmt, problems, solutions, copies)
         rollouts = self.sample(model, prompts, num_samples, stream, self.verifier_max_new_tokens, greedy)
         return rollouts, read_verifications(self.task.fmt, rollouts)

@@ -72,8 +72,7 @@ def has_numbers(task) -> bool:
 
 
 def lenient_outcomes(task, problems: list, texts: list[str]) -> list[bool]:
-    """Whether the last number of each text is the gold one. Texts of problems without a number for an answer are left
-    out; [] where the task has no numbers."""
+    """Whether each text's last number is the gold answer; without texts of problems whose answer is no number."""
     if not has_numbers(task):
         return []
     found = map(is_last_number, texts, (problem.answer for problem in problems))

@@ -60,8 +60,7 @@ def verify_prompts(tokenizer, fmt, problems: list[Problem], solutions: list[Solu
 
 
 def refine_prompt(tokenizer, fmt, problem: str, solution: str = "", critique: str = "") -> list[int]:
-    """Token ids of the prompt for a second attempt. No judgment is read from a generator's prompt, so marks may stand
-    in it."""
+    """Token ids of the prompt for a second attempt. No judgment is read from it, so marks may stand in it."""
     return tokenizer.render_prompt(fmt.refine_prompt.format(problem=problem, solution=solution, critique=critique))
 
 
@@ -71,8 +70,7 @@ def reference_prompt(tokenizer, fmt, problem: str, answer: str = "") -> list[int
 
 
 def quoting_prompt(tokenizer, fmt, problem: str, template: str, **quoted: str) -> list[int]:
-    """Token ids of a prompt of one of the format's templates, such as "propose_prompt". The marks of a judgment cannot
-    stand in what it quotes."""
+    """Token ids of a prompt of one of the format's templates; no marks of a judgment stand in what it quotes."""
     texts = {name: fmt.quote(text) for name, text in quoted.items()}
     return tokenizer.render_prompt(getattr(fmt, template).format(problem=problem, **texts))
 
@@ -93,8 +91,7 @@ def generator_prompt(tokenizer, fmt, problem: str) -> list[int]:
 
 
 def verifier_prompt(tokenizer, fmt, problem: str, solution: str) -> list[int]:
-    """Token ids of the verifier's prompt: the problem, the quoted solution and how many steps it has
-    (Tango section 3)."""
+    """Token ids of the verifier's prompt: the problem, the solution and its number of steps (Tango section 3)."""
     return tokenizer.render_prompt(fmt.verifier_prompt.format(
         problem=fmt.quote(problem), solution=fmt.quote(solution), num_steps=len(fmt.step_spans(solution))))
 
@@ -214,8 +211,7 @@ def top_score(num: int) -> int:
 
 
 def final_judgment(fmt, text: str, stopped: bool) -> str | None:
-    """What stands between the last mark of a final judgment and the end of the text; None where the text or the
-    judgment has no end."""
+    """What stands between the last mark of a final judgment and the text's end; None where either is missing."""
     _, mark, tail = text.rpartition(fmt.final_open)
     tail = tail.strip()
     if not mark or not stopped or not tail.endswith(fmt.final_close):

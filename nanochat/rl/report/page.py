@@ -150,8 +150,7 @@ def draw_curves(runs: list[Run], path: str, watched: dict[str, str] | None = Non
 
 
 def health(run: Run) -> list[dict]:
-    """Health indicators of a run: the mean over the first and the last tenth of each role's steps; of all steps where
-    the role was never updated."""
+    """Health indicators of a run: means over the first and the last tenth of each role's steps, or of all steps."""
     scores = {**run.summary["before"], **run.summary.get("after", {})}  # no after yet: it is under way
     indicators = [name for name in run.points[-1] if not is_count(name) and name not in scores]
     rows = []

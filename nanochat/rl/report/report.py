@@ -174,8 +174,7 @@ def steps_of(metric: str, point: dict) -> str:
 
 
 def tidy(runs: list[Run]) -> list[dict]:
-    """One row per number: task, arm, seed, step (of the role that the metric is about), sampled_tokens, metric,
-    value."""
+    """One row per number: task, arm, seed, step (of the metric's role), sampled_tokens, metric, value."""
     return [{"task": run.task, "arm": run.arm, "seed": run.seed, "step": point[steps_of(metric, point)],
              "sampled_tokens": point["sampled_tokens"], "metric": metric, "value": round(value, 5)}
             for run in runs for point in run.points for metric, value in point.items()

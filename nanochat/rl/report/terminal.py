@@ -23,8 +23,7 @@ def paint(text: str, colour: str, wanted: bool) -> str:
 
 
 def printable(text: str) -> str:
-    """Text without control characters: what a model writes must not steer the terminal. All spaces (U+00A0, U+3000 ...)
-    and joiners pass."""
+    """Text without control characters, which would steer the terminal. All kinds of spaces and joiners pass."""
     return "".join(c if c.isprintable() or c in PASSED or unicodedata.category(c) == "Zs" else "?" for c in text)
 
 

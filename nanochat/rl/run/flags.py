@@ -173,8 +173,7 @@ def complete_args(args, roles: dict[str, RoleSpec]) -> None:
 
 
 def check_problems(args, task, tokenizer, draws: dict[str, Draw], configs: dict, device) -> list[str]:
-    """The problems' texts, all of a finite task. Raises BadInput where one does not fit a role's context, a split is
-    empty or ranks have others."""
+    """The problems' texts. Raises BadInput for one that does not fit, an empty split and ranks that differ."""
     task.problem("test_in", 0)  # what is evaluated must be there
     splits = dict.fromkeys(["rl", "test_in", "test_out", *(draw.split for draw in draws.values())])
     by_split = {split: problems_of(task, split, -1) for split in splits}
@@ -203,8 +202,7 @@ def warn_of_shared(by_split: dict[str, list[Problem]]) -> None:
 
 
 def check_task(args, task, starts: dict[str, Start]) -> None:
-    """Raises BadInput where a starting checkpoint was trained on another task, or on problems of other flags, and
-    nobody has said that it is to be so."""
+    """Raises BadInput for a start from another task, or problems of other flags, that nobody has asked for."""
     explicit = getattr(args, "explicit", set())
     for name, start in starts.items():
         where = start.path("meta.json")
@@ -289,8 +287,7 @@ def with_times(args, draws):
 
 
 def ask(name: str, recipe: ModuleType, part: str, *args):
-    """What a function of a recipe answers before the run begins, None where the recipe has none. Raises BadInput, with
-    the line, for any error in it."""
+    """What a recipe's function, if it has it, answers before the run. Raises BadInput, with the line, for any error."""
     try:
         return getattr(recipe, part)(*args) if hasattr(recipe, part) else None
     except BadInput:

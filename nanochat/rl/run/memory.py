@@ -201,8 +201,7 @@ def block_activations(config: Config, setting: Setting, seen: float) -> float:
 
 def activation_bytes(config: Config, setting: Setting, samples: int, prompt_tokens: int,
                      new_tokens: int) -> tuple[int, int]:
-    """What a micro-batch keeps for its backward pass and what that holds on its way; and its number of trained
-    tokens."""
+    """What a micro-batch keeps, and holds on its way, for the backward pass; its trained tokens."""
     rows = max(1, min(samples, (setting.micro_batch_tokens - prompt_tokens) // new_tokens))
     units = max(1, setting.micro_batch_tokens // (prompt_tokens + rows * new_tokens))
     prompts, trained = units * prompt_tokens, units * rows * new_tokens

@@ -32,8 +32,7 @@ from tasks.few_labels import FewLabels
 
 
 def prepare(args, recipe, defaults: dict) -> Play | None:
-    """A run, ready for its next step; None for --dry-run, which prints the plan. defaults: of all flags. Raises
-    BadInput."""
+    """A run, ready for its next step; None for --dry-run. defaults: of all flags. Raises BadInput."""
     task, world = make_task(args), rank_and_world()[1]
     check_args(args, world)
     check_json(args)
@@ -93,8 +92,7 @@ def check_json(args) -> None:
 
 
 def find_start(args, recipe, defaults: dict) -> tuple[int | None, dict]:
-    """The step that a run is continued from, None for a fresh one, and the SFT checkpoint that each role starts from.
-    Raises BadInput."""
+    """The step that a run is continued from (None: afresh), and each role's starting checkpoint. Raises BadInput."""
     may_change = {name_of(spec.lr) for spec in recipe.ROLES.values()}
     if hasattr(recipe, "text"):  # which is compared, wherever its file is
         may_change.add("recipe")

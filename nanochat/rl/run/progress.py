@@ -15,8 +15,7 @@ def percent(value: float | None) -> str:
 
 
 def print_table(before: dict, after: dict, words: dict[str, str] | None = None) -> None:
-    """Before RL -> after RL. words: the shares to show, and what they are; by default pass@1, and after it all others
-    as they are, by name."""
+    """Before -> after. words: shares to show, and what they are; by default pass@1, then others by name."""
     plain = lambda value: "    -" if value is None else f"{value:5.3f}"
     parts = [("held-out evaluation (percent)", words or PASS_AT_1, percent, 100)]
     if words is None:

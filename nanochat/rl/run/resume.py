@@ -73,8 +73,7 @@ def check_no_models(run_name: str, tags: list[str]) -> None:
 
 
 def check_problems_stayed(run_name: str, task_name: str, digests: list[int]) -> None:
-    """Raises BadInput where a task gives other problems than the run was started with, or the tokenizer other tokens.
-    digests: problems_digest and texts_digest."""
+    """Raises BadInput where problems_digest or texts_digest are not those that the run was started with."""
     config = read_config(run_name)
     if [config.get("problems", digests[0]), config.get("texts", digests[1])] != digests:  # older runs do not tell
         raise BadInput(f"run {run_name} was started with other problems of task {task_name} or another tokenizer: "
@@ -114,8 +113,7 @@ def models_saved(run_name: str, tags: dict[str, bool]) -> set[int]:
 
 
 def check_records(run_name: str, folder: str, step: int) -> None:
-    """Raises BadInput unless metrics.jsonl has a record of each step before this one, and rollouts.jsonl can be
-    read."""
+    """Raises BadInput unless metrics.jsonl has each step before this one once, and rollouts.jsonl is readable."""
     path, rollouts = (os.path.join(folder, name) for name in ("metrics.jsonl", "rollouts.jsonl"))
     counts = Counter(record["step"] for _, record in read_records(path)) if os.path.exists(path) else {}
     if twice := [number for number, count in counts.items() if count > 1]:

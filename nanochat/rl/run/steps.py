@@ -59,8 +59,7 @@ def play(t: Play, recipe, most: int) -> list[Update]:
 
 
 def finish_step(t: Play, recipe, counted: str, before, scores: dict, updated: list[Update], seconds: dict) -> None:
-    """Counts, logs and shows a step that is made. before: the state that it began with; scores: of its evaluation;
-    seconds: of the evaluation and of the step."""
+    """Counts, logs and shows a step. before: the state that it began with; seconds: of evaluation and step."""
     state, roles = t.state, list(dict.fromkeys(update.role for update in updated))
     check_memory(state.memory)
     tokens = int(t.reduce(torch.tensor(t.sampled, device=t.device)))

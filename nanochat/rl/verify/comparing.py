@@ -37,8 +37,7 @@ class Candidates(NamedTuple):
 # Who stands together
 
 def one_right(outcomes: list[bool | None], num: int) -> list[int] | None:
-    """The places of the first right entry and of the first num - 1 wrong ones, None where there are not as many; with
-    num 1 of the first with an outcome."""
+    """The places of the first right and num - 1 wrong entries, if there are; with num 1 of the first known."""
     places = {kind: [i for i, outcome in enumerate(outcomes) if outcome is kind] for kind in (True, False)}
     if num == 1:
         return sorted(places[True] + places[False])[:1] or None
@@ -94,8 +93,7 @@ def turned(shown: list[Candidates]) -> list[Candidates]:
 
 
 def forced_choices(t: Play, role: str, shown: list[Candidates]) -> tuple[Rollouts, list[tuple[int, Spot]]]:
-    """Verifications of form pair that choose the right one at once, without an analysis, and where the choice stands.
-    Its log-odds are those of A against B."""
+    """Verifications of form pair that choose the right one at once, and where. Log-odds are of A against B."""
     return forced(t, role, candidate_prompts(t, "pair", shown), t.task.fmt.choices, [line.right == 0 for line in shown])
 
 
@@ -236,8 +234,7 @@ def pair_scores(rows: list[list]) -> dict:
 # What judgments are worth to the solutions
 
 def round_robin(group_id: list[int], num: int) -> list[list[int]]:
-    """Rollouts that are shown together, `num` of a group: each with those after it, the first again after the last. So
-    each stands in every place once."""
+    """Rollouts that are shown together: each with those after it, in a ring, so that it stands in every place once."""
     return [[rows[(i + place) % len(rows)] for place in range(num)] for rows in members(group_id)
             for i in range(len(rows))]
 

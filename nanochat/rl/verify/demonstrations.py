@@ -57,8 +57,7 @@ def beginning(fmt, solution: str, rng: random.Random) -> str:
 
 
 def second_attempt(task, tokenizer, problem, rng: random.Random) -> list[int]:
-    """The prompt of a second attempt after a corrupted solution, with nothing said about it or a critique of any
-    kind."""
+    """The prompt of a second attempt after a corrupted solution, with a critique of any kind or none."""
     solution = demo_of(task, "corrupted_solution", problem, rng)
     outcome = outcomes_of(task, [problem], [solution])[0]
     critiques = ["", demo_of(task, "verification_demo", problem, solution, rng)]
@@ -102,8 +101,7 @@ def drawn_kind(shares: dict[str, float], rng: random.Random) -> str:
 
 
 def other_demo(task, tokenizer, kind: str, problem, rng: random.Random) -> tuple[list[int], str]:
-    """Prompt and completion of a demonstration that is no solution; what the prompt quotes is the task's too. Raises
-    BadInput for what is no text."""
+    """Prompt and completion of a demonstration that is no solution, from the task. Raises BadInput for no text."""
     quoted, completion = getattr(task, f"{kind}_demo")(problem, rng)
     if not all(isinstance(text, str) for text in (completion, *quoted.values())):
         raise BadInput(f"task {task.name}: {kind}_demo() gives no text for problem {problem.index} of {problem.split}")

@@ -14,8 +14,7 @@ from nanochat.rl.verify.judges import JUDGES, Judgment, add_judge_args, judge_dr
 
 
 def fixed_solutions(t: Play, generator: str, num: int) -> Rollouts:
-    """`num` solutions of each of this rank's first problems of test_in, a group, which the generator sampled when it
-    was first asked: the same in the whole run."""
+    """`num` solutions of each of this rank's first problems of test_in, sampled once: the same in the whole run."""
     problems = t.problems(t.args.eval_examples, "test_in")
     if "judged_solutions" not in t.memory:
         rows = t.solve("judged", problems, num, role=generator).completions()

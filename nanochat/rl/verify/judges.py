@@ -42,8 +42,7 @@ AGGREGATES = {"product": math.prod, "min": min, "last": lambda chances: chances[
 # Judges: (t, role, solutions) -> a Judgment of each
 
 def generative(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
-    """Shares of k sampled verifications (--verifications) that call a step, and the whole, right. Those that cannot be
-    read say nothing."""
+    """Shares of k readable sampled verifications (--verifications) that call a step, and the whole, right."""
     k = t.args.verifications
     rollouts = t.verify("verdicts", solutions, k, role=role)
     said, lengths = t.read_verifications(rollouts), rollouts.lengths.tolist()
@@ -200,8 +199,7 @@ def add_together_args(group) -> None:
 
 
 def check_together_args(args) -> None:
-    """Raises BadInput for a flag that the judge has no use for, and where a judge of several solutions is given
-    fewer."""
+    """Raises BadInput for a flag that the judge does not use, and for fewer solutions than it judges together."""
     for name in sorted(USED_BY.keys() & getattr(args, "explicit", set())):
         if args.judge not in USED_BY[name]:
             raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: the judge {args.judge} has no use for "

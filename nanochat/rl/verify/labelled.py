@@ -143,8 +143,7 @@ def check_outcomes(args, task) -> None:
 
 @functools.lru_cache(maxsize=4)
 def longest_labelled(path: str) -> tuple[int, str]:
-    """The tokens of the longest solution of a checked file, with its end token, and what to say where they are too
-    many."""
+    """Tokens of the longest solution of a checked file, with its end token, and the remedy for too many."""
     with open(path, encoding="utf-8") as f:
         rows = [json.loads(line) for line in f if line.strip()]
     owners = {row["solution"]: f"problem {row['index']} of {row['split']}" for row in rows}
@@ -225,8 +224,7 @@ def pairs_of_step(t: Play, role: str) -> list[list[Labelled]]:
 
 
 def as_rollouts(t: Play, role: str, rows: list[Labelled]) -> Rollouts:
-    """Labelled solutions as a role's own completions after the generator's prompts, which solutions of one problem
-    share."""
+    """Labelled solutions as a role's own completions after the generator's prompts."""
     prompts = [solve_prompt(t.tokenizer, t.task.fmt, row.problem) for row in rows]
     rollouts = t.written(role, prompts, [row.solution for row in rows]).with_prompts(prompts)
     rollouts.columns = {"outcome": [row.outcome for row in rows], "labels": [row.labels for row in rows]}

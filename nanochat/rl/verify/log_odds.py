@@ -40,8 +40,7 @@ def end_mask(rollouts: Rollouts, solutions: list[Solution]) -> torch.Tensor:
 
 
 def steps_mask(rollouts: Rollouts, solutions: list[Solution]) -> torch.Tensor:
-    """After the last token of each reasoning step (a step model); steps that end in one token share a place.
-    -> (N, T) bool"""
+    """After the last token of each reasoning step (a step model), which two may share. -> (N, T) bool"""
     places = torch.zeros(rollouts.tokens.shape, dtype=torch.bool)
     for n, ends in enumerate(after_steps(rollouts, solutions)):
         places[n, ends] = True
@@ -74,8 +73,7 @@ def ended(t: Play, role: str, prompts: list[Prompt], solutions: Rollouts) -> Rol
 
 
 def steps_filled(rollouts: Rollouts, solutions: list[Solution], values: list[list[float]]) -> torch.Tensor:
-    """A value for each reasoning step, in its place; of steps that share one the least. Other places are 0.
-    -> (N, T) fp32"""
+    """A value for each reasoning step in its place, the least of steps that share one; else 0. -> (N, T) fp32"""
     filled = torch.zeros(rollouts.tokens.shape)
     for n, (ends, row) in enumerate(zip(after_steps(rollouts, solutions), values, strict=True)):
         for end, value in sorted(zip(ends, row, strict=True), key=lambda pair: -pair[1]):
@@ -121,8 +119,7 @@ def log_judgments(t: Play, role: str, s: torch.Tensor, labels: torch.Tensor, pla
 
 
 def log_margins(t: Play, role: str, margins: torch.Tensor) -> None:
-    """Logs how pairs are ranked. margins (Q,): the log-odds of the right one less those of the wrong one; pair_loss is
-    -log sigma of it."""
+    """Logs how pairs are ranked. margins (Q,): log-odds of the right one less the wrong one's."""
     t.log(role, t.mean({"pair_loss": (-logsigmoid(margins)).tolist(), "pair_accuracy": (margins > 0).tolist(),
                         "margin": margins.tolist()}))
 

@@ -98,8 +98,7 @@ def counted(chance: Callable[[int, int], float], asked: Asked, model, sampler: S
 
 
 def are_held(prompts: list[list[int]]) -> list[bool]:
-    """Whether another one of these prompts begins with each, so that its keys are among that one's; of equal ones the
-    last is not counted."""
+    """Whether another prompt begins with each, and so holds its keys; of equal ones the last is not counted."""
     held, order = [False] * len(prompts), sorted(range(len(prompts)), key=prompts.__getitem__)
     for p, following in pairwise(order):  # what begins with a prompt stands right after it
         held[p] = prompts[following][: len(prompts[p])] == prompts[p]
@@ -149,15 +148,13 @@ def right_share(asked: Asked, model, sampler: Sampler, num: int, best_of: int) -
 
 
 def best_of_chance(asked: Asked, model, sampler: Sampler, num: int, best_of: int) -> list[Found]:
-    """Q of the prover that keeps the best of `best_of` completions, 1 - (1 - q)^best_of, without bias from `num` of
-    them."""
+    """Q of the prover that keeps the best of `best_of`, 1 - (1 - q)^best_of, without bias from `num` of them."""
     chance = lambda scorable, right: pass_at_k(scorable, right, best_of)
     return counted(chance, asked, model, sampler, num, least=best_of)
 
 
 def answer_logprob(asked: Asked, model, sampler: Sampler, num: int, best_of: int) -> list[Found]:
-    """log p of the gold answer that is forced after the prefix. It costs its tokens, which are read and not sampled;
-    they count as one rollout."""
+    """log p of the gold answer that is forced after the prefix. Its tokens are read and count as one rollout."""
     forced = [forced_after(sampler.tokenizer, sampler.task.fmt, cut, k) for cut, k in asked]
     prompts = [cut.prompt + begun for (cut, _), (begun, _) in zip(asked, forced, strict=True)]
     answers = [answer for _, answer in forced]
@@ -179,8 +176,7 @@ class Meter:
     asked: int = 0
 
     def costs(self) -> list[int]:
-        """What all took: rollouts without reuse, prompt tokens, and how many of these would do if prefixes of one round
-        shared their keys."""
+        """What all took: rollouts without reuse, prompt tokens, and as many where prefixes of a round share keys."""
         found = self.known.values()
         return [self.asked, sum(f.prompt_tokens for f in found), sum(f.own_tokens for f in found)]
 
