@@ -114,9 +114,8 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: 
     """Generalised advantage estimates (Schulman et al. 2016, eq. 16): A_t = d_t + gamma lam A_{t+1} with
     d_t = r_t + gamma V_{t+1} - V_t, where t + 1 is the next token of the mask and V is 0 after the last.
 
-    lam: one for all rollouts, or one for each (N,). values: V_t, of the state before token t is drawn. A reward off the
-    mask, on a token that a tool put there, is the one's before it. With gamma 1, lam 1 and values 0 this is `to_go`.
-    All others (N, T), mask bool -> (N, T), 0 off the mask
+    lam: one, or one for each rollout (N,). values: V_t, of the state before token t is drawn. A reward off the mask is
+    the token's before it. With gamma 1, lam 1 and values 0 this is `to_go`. All others (N, T) -> (N, T), 0 off the mask
     """
     advantages = torch.zeros_like(rewards)
     later = torch.zeros_like(rewards[:, 0])  # rewards after the token that are not yet another one's
@@ -191,9 +190,8 @@ COMBINE: dict[str, Callable] = {"advantages": blend, "rewards": merge}
 
 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, reduce: Callable = alone) -> torch.Tensor:
-    """Advantages (N, T) less their mean, over their unbiased standard deviation plus EPSILON, both over the masked
-    tokens of all ranks, which all must call it: REINFORCE++ (Hu 2025), masked_whiten of verl. mask (N, T). -> 0 off the
-    mask, and everywhere when the masked advantages are all equal or fewer than two."""
+    """Advantages (N, T) less their mean, over their unbiased standard deviation plus EPSILON, over the masked tokens of
+    all ranks, which all must call it: REINFORCE++ (Hu 2025). -> 0 off the mask, and where all are equal."""
     wide = advantages.to(torch.float32 if advantages.device.type == "mps" else torch.float64)  # MPS has no float64
     one_group = torch.zeros(len(advantages), dtype=torch.int64, device=advantages.device)
     return normalised(wide, mask.bool(), one_group, 1, PRESETS["reinforce++"], reduce).to(advantages.dtype)

@@ -96,16 +96,16 @@ class ClassWeights:
 class VerdictTrust:
     """How far step verdicts can be believed, learned from outcomes alone; ours, not the paper's.
 
-    A step that was judged right is right with chance `right_if_right`, one that was judged wrong with chance
-    `right_if_wrong`, each for itself. A solution whose steps are all right has the right answer, any other with chance
-    `luck`. The three are estimated by expectation maximisation over batches: `sums` are expected numbers, of which a
-    batch keeps the share `decay`.
+    A step that was judged right is right with chance `right_if_right`, one judged wrong with chance `right_if_wrong`. A
+    solution whose steps are all right has the right answer, any other with chance `luck`. The three are estimated by
+    expectation maximisation over batches.
     """
     right_if_right: float = 0.9
     right_if_wrong: float = 0.4
     luck: float = 0.1
-    sums: list[float] | None = None  # right and all of those judged right, of those judged wrong; lucky, with errors
-    decay: float = 0.9
+    # expected numbers: right and all of those judged right, of those judged wrong; lucky, with errors
+    sums: list[float] | None = None
+    decay: float = 0.9  # the share of `sums` that a batch keeps
 
     def chances(self, verdicts: list[bool], outcome: bool | None) -> list[float]:
         """How likely each step is right, given all verdicts on the solution and its outcome, if that is known."""

@@ -96,12 +96,11 @@ def untied(config: GPTConfig | DecoderConfig) -> GPTConfig | DecoderConfig:
 
 
 def share_layers(generator: GPT | Decoder, verifier: GPT | Decoder, num_layers: int) -> list[torch.nn.Parameter]:
-    """Makes the verifier's lowest blocks, embedding and smear be the generator's; returns the verifier's private
-    parameters.
+    """Makes the verifier's lowest blocks, embedding and smear be the generator's; returns its private parameters: of
+    n_layer layers the LM head, a GPT's backout, a decoder's last norm. Raises BadInput, see `check_shapes`.
 
-    With n_layer layers these are the LM head, a GPT's backout, a decoder's last norm. The entries of a GPT's
-    resid_lambdas and x0_lambdas below num_layers follow the generator's (`copy_shared_lambdas`) and take no gradient.
-    An LM head that was tied to the embedding is untied. Raises BadInput, see `check_shapes`.
+    The entries of a GPT's resid_lambdas and x0_lambdas below num_layers follow the generator's (`copy_shared_lambdas`)
+    and take no gradient. An LM head that was tied to the embedding is untied.
     """
     check_shapes(generator.config, verifier.config, num_layers)
     names = alias_layers(generator, verifier, num_layers)

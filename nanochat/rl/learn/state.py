@@ -69,9 +69,8 @@ def tag_of(run_name: str, role: str) -> str:
 
 
 def save_set(run, state: RunState, roles: dict, args) -> None:
-    """Copies the complete set of this step to the host, unless it is there already, and has it written in the
-    background: rank 0, of sharded optimizers each rank its part. Its state goes last; then sets older than the last
-    --keep are removed. A collective."""
+    """Copies the set of this step to the host, unless it is there already, and has it written in the background: rank
+    0, of sharded optimizers each rank its part. Then sets older than the last --keep are removed. A collective."""
     with run.writer.saving():  # which waits for the set before
         is_new = run.rank == 0 and state.step not in saved_steps(run.name)
         if not all_reduce(torch.tensor(int(is_new), device=run.device), "max").item():

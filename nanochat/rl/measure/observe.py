@@ -21,8 +21,7 @@ from nanochat.rl.records.rollouts import Rollouts, grouped
 def observe(t: Play, role: str, solutions: Rollouts, rewards: list[float | None], advantages: torch.Tensor,
             sources: dict[str, SparseRewards] | None = None) -> None:
     """Logs a step of solving: rewards and their variance by source, outcomes, reasoning steps and their gold labels,
-    and how often the advantages rank a wrong solution above a right one. solutions: with a column of outcomes, as
-    `Play.rewards` leaves them; advantages (N, T); sources: by default the rewards alone."""
+    and how often the advantages (N, T) rank a wrong solution above a right one. sources: by default the rewards."""
     outcomes, read = solutions.columns["outcome"], t.read_solutions(solutions)
     labels = [labels_of(t.task, problem, text)
               for problem, text in zip(solutions.problems(), solutions.texts, strict=True)]
@@ -95,10 +94,8 @@ def passed_by_error(t: Play, solutions: Rollouts, verifications: list[Verificati
 
 
 def log_odds_scores(t: Play, role: str, rollouts: Rollouts, log_odds: torch.Tensor, prefix: str = "") -> None:
-    """Logs how well a role judges rollouts (`judgments`), and their steps where those have labels (step_auc).
-
-    log_odds (N, T): a token's share in the log-odds that the answer is right. rollouts: with a column of outcomes.
-    """
+    """Logs how well a role judges rollouts (`judgments`), and their steps where those have labels (step_auc). log_odds
+    (N, T): a token's share in the log-odds that the answer is right."""
     scores = t.mean(judgments(log_odds, rollouts.columns["outcome"], rollouts.group_id.tolist()))
     rows = zip(rollouts.problems(), t.read_solutions(rollouts), log_odds.tolist(), strict=True)
     steps = [step_sums(labels_of(t.task, problem, s.text), s.step_ends, values) for problem, s, values in rows]

@@ -25,10 +25,8 @@ def any_right(values: list[float]) -> list[float]:
 
 
 def relative_progress(values: list[float], least: float = 0.8) -> list[float]:
-    """GenPRM's relative progress estimate (Zhao et al. 2025): 1 for each step t with MC_t / MC_{t-1} >= least.
-
-    values: MC_0 to MC_K. After an MC of 0, MC_0 included, all labels are 0.
-    """
+    """GenPRM's relative progress estimate (Zhao et al. 2025): 1 for each step t with MC_t / MC_{t-1} >= least, 0 for
+    all after an MC of 0. values: MC_0 to MC_K."""
     labels, alive = [], True
     for before, after in pairwise(values):
         alive = alive and before > 0
@@ -37,11 +35,9 @@ def relative_progress(values: list[float], least: float = 0.8) -> list[float]:
 
 
 def gains(values: list[float]) -> list[float]:
-    """What each step adds: values[k] - values[k - 1]. Their sum is the last value less the first.
-
-    Under a prover's chances the progress of process advantage verifiers (Setlur et al. 2024); under a
-    supervisor's log-probability of the answer the information gain of a step (Ton et al. 2024).
-    """
+    """What each step adds: values[k] - values[k - 1]. Under a prover's chances the progress of process advantage
+    verifiers (Setlur et al. 2024); under log-probabilities of the answer the information gain of a step (Ton et al.
+    2024)."""
     return [after - before for before, after in pairwise(values)]
 
 
@@ -55,11 +51,8 @@ def scan(first: int, formula: Callable[[list[float]], list[float]]) -> Callable[
 
 
 def first_error_search(num_steps: int) -> Plan:
-    """OmegaPRM's binary search for the first step after which no completion is right (Luo et al. 2024).
-
-    Steps before it get 1, from it on 0. At most ceil(log2(K + 1)) prefixes are asked for. It is the first such step
-    where values of 0 stay 0, and some step where the value falls to 0 else.
-    """
+    """OmegaPRM's binary search for the first step after which no completion is right (Luo et al. 2024), of at most
+    ceil(log2(K + 1)) prefixes: 1 for steps before it, else 0. Where values of 0 do not stay 0, some such step."""
     right, wrong = 0, num_steps + 1  # prefixes: one that can still end right, and one after the error
     while wrong - right > 1:
         middle = (right + wrong) // 2
@@ -69,12 +62,11 @@ def first_error_search(num_steps: int) -> Plan:
 
 
 class Method(NamedTuple):
-    """plan: see above, of the number of steps; value: what it asks for after a prefix, "gold" (the task's label of its
-    last step), "share" (of completions that are right), "best_of" (chance that the best of so many is right) or
-    "logprob" (of the gold answer); least: a step is taken for right where its label is at least this."""
-    plan: Callable[[int], Plan]
-    value: str
-    least: float
+    """How steps are labelled."""
+    plan: Callable[[int], Plan]  # see above, of the number of steps
+    value: str    # asked after a prefix: "gold" (label of its last step), "share" (of completions that are right),
+    #               "best_of" (chance that the best of so many is right) or "logprob" (of the gold answer)
+    least: float  # a step is taken for right where its label is at least this
 
 
 METHODS = {
@@ -89,10 +81,8 @@ METHODS = {
 
 
 def run_plans(plans: list[Plan], values_of: Callable[[list[tuple[int, int]]], list[float | None]]) -> list:
-    """What each plan returns; None where a value that it asked for cannot be told (None).
-
-    values_of(asked): the values of all prefixes that the plans ask for in one round, (number of the plan, prefix).
-    """
+    """What each plan returns; None where a value that it asked for is None. values_of(asked): the values of all
+    prefixes that the plans ask for in one round, (number of the plan, prefix)."""
     labels: list[list[float] | None] = [None] * len(plans)
     waiting: dict[int, list[int]] = {}
 
@@ -118,11 +108,8 @@ def run_plans(plans: list[Plan], values_of: Callable[[list[tuple[int, int]]], li
 # Against gold
 
 def agreement(gold: list[list[bool]], labels: list[list[float]], least: float) -> dict:
-    """How labels agree with gold ones, a list per solution; every number is None where there is nothing to count.
-
-    rescued: the share of wrong steps that are labelled right; failed: of right steps that are labelled wrong; auc: how
-    the labels rank right steps above wrong ones, whatever `least` is.
-    """
+    """How labels agree with gold ones, a list per solution; None where there is nothing to count. rescued: the share of
+    wrong steps labelled right; failed: of right ones labelled wrong; auc: how the labels rank them."""
     said = [[label >= least for label in row] for row in labels]
     steps = [x for row in gold for x in row]
     verdicts, numbers = ([x for row in rows for x in row] for rows in (said, labels))

@@ -1,6 +1,5 @@
 """
-What k verifications of a solution, or n solutions of a problem, decide together, and how far the share of "CORRECT" can
-be believed.
+What k verifications of a solution, or n solutions of a problem, decide together, and how far that can be believed.
 
 k verifications, n solutions, K steps. A verdict is True, False or None (unreadable), which never speaks for anything.
 """
@@ -56,8 +55,8 @@ def weighted_vote(answers: list[str | None], scores: list[float]) -> str | None:
 def choose(answers: list[str | None], outcomes: list[bool | None], scores: list[float],
            tie_breaks: list[float]) -> dict | None:
     """What one problem's n solutions come to, as shares of right ones: pass@1, maj, bon, weighted, pass@n; and
-    "chosen", the answers or (bon) the index that were. Solutions without an outcome are left out; None where none is
-    left. An answer stands for the earliest solution that gives it."""
+    "chosen", the answers or (bon) the index. None without an outcome; an answer stands for the earliest that gives
+    it."""
     kept = [i for i, outcome in enumerate(outcomes) if outcome is not None]
     if not kept:
         return None

@@ -58,10 +58,10 @@ def pair_coefficients(u: torch.Tensor, weights: torch.Tensor, chosen: list[int],
 def learn_from_pairs(t: Play, role: str, rollouts: Rollouts, chosen: list[int], rejected: list[int],
                      ref_logprobs: torch.Tensor, *, targets: list[float] | None = None, sft_coef: float = 0.0):
     """The update of a role that is to prefer rollout chosen[q] to rejected[q]: the mean loss over the pairs of all
-    ranks, or no update where no rank has a pair. Two equal completions count in the mean and pull nothing.
+    ranks, if there are any. Two equal completions count in the mean and pull nothing.
 
-    ref_logprobs (N, T): the rollouts' under the model that the role is compared with. Each rollout is in a pair.
-    targets: P of each pair (see `pair_losses`), by default 1; sft_coef: weight of -log pi of the chosen, beside.
+    ref_logprobs (N, T): under the model that the role is compared with. Each rollout is in a pair. targets: P of each
+    pair (see `pair_losses`), by default 1; sft_coef: weight of -log pi of the chosen, beside.
     """
     check_one_update(t.args)  # also where another recipe has borrowed this update
     # One number per rollout: in fp64 on the CPU, where the order of additions is always the same.

@@ -68,10 +68,9 @@ class Update(NamedTuple):
 
 @dataclass
 class Play:
-    """One run as a recipe sees it. All ranks call the same verbs in the same order, also with empty lists: sampling,
-    scoring, gathering and logging of means wait for each other. What a recipe draws itself comes from random.Random of
-    the seed and the step, not from torch's global generator. What a step draws and logs is collected here until it is
-    over."""
+    """One run as a recipe sees it. All ranks call the same verbs in the same order, also with empty lists: they wait
+    for each other. What a recipe draws itself comes from random.Random of the seed and the step, not from torch's
+    global generator. What a step draws and logs is collected here until it is over."""
     args: object
     run: Run
     sampler: Sampler

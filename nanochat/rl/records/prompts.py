@@ -149,10 +149,8 @@ def check_prompts_fit(tokenizer, fmt, problems: list[str], contexts: dict[str, i
 
 
 def read_solution(tokenizer, fmt, tokens: list[int]) -> Solution:
-    """Reads a completion (end token included or not). Total: any ids give a solution.
-
-    A step's end token I(k) is the one that holds the last byte of its closing mark, also when a token straddles it.
-    """
+    """Reads a completion (end token included or not). Total: any ids give a solution. A step's end token I(k) is the
+    one that holds the last byte of its closing mark, also when a token straddles it."""
     if tokens and tokens[-1] in tokenizer.stop_tokens:
         tokens = tokens[:-1]
     pieces = [tokenizer.token_bytes(t) for t in tokens]
@@ -226,8 +224,7 @@ def choice_text(fmt, choice: int, graded: bool = False) -> str:
 
 def parse_choice(fmt, text: str, stopped: bool = True, graded: bool = False) -> int | None:
     """Which of two solutions a verification finally prefers: above 0 for A, below 0 for B, its size the strength where
-    it is graded and else 1. Total: None unless the final judgment is the choice and nothing else. COMPACT:
-    "3+5:8;=A" -> 1; graded, "=B3" -> -3, "=B" -> None."""
+    it is graded. Total. COMPACT: "3+5:8;=A" -> 1; graded, "=B3" -> -3; what is no choice alone, "=B", -> None."""
     sizes = STRENGTHS if graded else (1,)
     readable = {choice_text(fmt, sign * size, graded): sign * size for sign in (1, -1) for size in sizes}
     return readable.get(final_judgment(fmt, text, stopped))

@@ -39,9 +39,8 @@ def player_of(rollout: dict) -> str:
 
 
 def card(rollout: dict, solver: str = "generator") -> dict:
-    """A logged rollout as a card: its solution step by step, each with verdict, gold label and mean advantage, and the
-    texts after it. The text that was learned from is cut into `segments`. solver: the role whose verified solutions are
-    its own."""
+    """A logged rollout as a card: its solution's steps, each with verdict, gold label and mean advantage, and the texts
+    after it; the one learned from in `segments`. solver: the role whose verified solutions are its own."""
     spans, text, verdicts = rollout["step_spans"], rollout["solution"], rollout.get("step_verdicts") or []
     completion, verification = rollout.get("completion"), rollout.get("verification")
     is_own = completion is None and (rollout["role"] == solver or verification is None)

@@ -42,8 +42,7 @@ MOST_ROLLOUTS = 600
 
 def mean_curve(runs: list[Run], metric: str, x: str, in_order: bool = False) -> list[tuple]:
     """(mean x, mean, standard deviation, number of seeds, the first run's record) of an arm's runs at each evaluation:
-    runs meet where all roles have made as many steps, or in_order at each one's n-th, as a role may have skipped
-    updates."""
+    where all roles have made as many steps, or in_order at each one's n-th, as a role may have skipped updates."""
     at: dict[tuple, list[dict]] = {}
     for n, point in ((n, point) for run in runs for n, point in enumerate(run.points)
                      if point.get(metric) is not None and x in point):
@@ -211,12 +210,9 @@ def run_of_page(run: Run, most_rollouts: int) -> dict:
 
 def write_page(runs: list[Run], rows: list[dict], path: str, most_rollouts: int = MOST_ROLLOUTS,
                live: dict | None = None) -> None:
-    """report.html, whole or not at all, without any file or address outside itself: curves, scores or a comparison,
-    settings, health indicators and about `most_rollouts` rollouts of all runs.
-
-    rows: of `report.compare`; live: of a run that is under way, {"state": what it is doing, "minutes_left",
-    "is_alive"}: then the page reloads itself.
-    """
+    """report.html, whole or not at all, without any address outside itself: curves, scores or a comparison, settings,
+    health indicators and about `most_rollouts` rollouts. rows: of `report.compare`; live: of a run that is under way,
+    {"state": what it is doing, "minutes_left", "is_alive"}: then the page reloads itself."""
     tasks = [task_of_page([run for run in runs if run.task == task], rows)
              for task in dict.fromkeys(run.task for run in runs)]
     title = ", ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} more" if runs[3:] else "")

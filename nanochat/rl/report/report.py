@@ -84,9 +84,8 @@ def run_folder(run: str) -> str:
 
 
 def read_run(folder: str, so_far: dict | None = None, watched: list[str] | tuple = ()) -> Run:
-    """Reads a run's folder. so_far: of a run that is under way, what stands in its summary.json at the end: minutes and
-    the evaluation `before`; watched: metrics that its points have beside those of every report. Raises BadInput where
-    it is no finished run."""
+    """Reads a run's folder. so_far: of a run that is under way, minutes and the evaluation `before`; watched: metrics
+    that its points have beside those of every report. Raises BadInput where it is no finished run."""
     name = os.path.basename(os.path.abspath(folder))
     of_config, of_summary, of_records, of_rollouts = (
         os.path.join(folder, file) for file in ("config.json", "summary.json", "metrics.jsonl", "rollouts.jsonl"))
@@ -136,8 +135,7 @@ def is_count(name: str) -> bool:
 def evaluated(records: list[dict], first: dict, last: dict | None,
               indicators: list[str] | tuple = (), watched: list[str] | tuple = ()) -> list[dict]:
     """The points of a run: its first evaluation, those among its records, its last one (None: it is under way), each
-    with the mean of every indicator since the one before. first, last: counts and scores; indicators: that the recipe
-    shows besides; watched: further scores and indicators."""
+    with the means of indicators since the one before. first, last: counts and scores; watched: further metrics."""
     counts = [name for name in first if is_count(name) and name != "sampled_tokens"]
     solver = "gen" if "gen_step" in counts else counts[0].removesuffix("_step")
     known_as = {f"{solver}/pass1_{split}": f"gen/pass1_{split}" for split in ("in", "out")}

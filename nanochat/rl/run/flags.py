@@ -227,9 +227,8 @@ def check_task(args, task, starts: dict[str, Start]) -> None:
 
 
 def warn_of_starts(starts: dict[str, Start], draws: dict[str, Draw]) -> None:
-    """Says so where a starting checkpoint was trained in another role, was taught another form of verification, or no
-    demonstrations of the kind that it is asked for. A verifier that reads solutions as the generator's prompts have
-    them may start from either role. What RL has trained does not say what it was taught."""
+    """Says where a starting checkpoint was trained in another role, or not taught the form of verification or the kind
+    of demonstration that it is asked for. A verifier that reads the generator's prompts may start from either role."""
     warnings = []
     for name, start in starts.items():
         meta, _ = load_meta(start.path("meta.json"))

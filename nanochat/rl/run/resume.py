@@ -19,9 +19,8 @@ MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "kee
 
 
 def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, bool]) -> int | None:
-    """The step that --resume-from-step means for --run: None for a fresh start. defaults: of flags, which a run may not
-    have known; may_change: flags that may differ besides MAY_CHANGE; tags: of the roles' checkpoints, and whether they
-    are trained. Raises BadInput for what cannot be continued."""
+    """The step that --resume-from-step means for --run: None for a fresh start. may_change: flags beside MAY_CHANGE;
+    tags: of the roles' checkpoints, and whether they are trained. Raises BadInput for what cannot be continued."""
     folder, steps, asked = path_of("runs", args.run), saved_steps(args.run), args.resume_from_step
     if asked == "-1":
         if steps or has_records(folder):

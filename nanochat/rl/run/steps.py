@@ -21,9 +21,8 @@ from nanochat.weights import check_weights
 
 
 def make_step(t: Play, recipe, counted: str, most: int) -> None:
-    """One step of the recipe: an optimizer step for each Update that it yields. counted: the role whose updates
-    --num-steps counts; most: Updates that no step has. A request to stop that comes before the first update throws the
-    step away; after it the step is carried through."""
+    """One step of the recipe. counted: the role whose updates --num-steps counts; most: Updates that no step has. A
+    request to stop before the first update throws the step away; after it the step is carried through."""
     t.check_stop()
     before, random_state = t.state.snapshot(), torch.get_rng_state()
     # the step has the copy: what its memory shared with weights, a continued run would not share either

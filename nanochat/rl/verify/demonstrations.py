@@ -126,9 +126,8 @@ class Examples:
         self.num_checked = min(num_all, args.num_steps * args.examples_per_step)
 
     def check(self) -> list[int]:
-        """Trained tokens of the first 512 examples. Raises BadInput when one of the demonstrations that are looked at
-        (the first 512, and all of a finite task that the generator will see), or none of 512 conversations, fits the
-        context: now, not in the middle of training."""
+        """Trained tokens of the first 512 examples. Raises BadInput, now and not in the middle of training, when one of
+        these demonstrations, or of all of a finite task, or none of the conversations fits the context."""
         for index in range(512, self.num_checked):
             self.demonstration(index)
         found = [self(i) for i in range(512)]

@@ -114,9 +114,8 @@ def preferred(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
 
 
 def together(t: Play, role: str, solutions: Rollouts, form: str) -> list[Judgment]:
-    """RM-R1, Think-RM, SPCT: each solution of a group beside those after it (`round_robin`), in k verifications of each
-    such set. Its chance is the mean of what they give it: its share of duels won, or of the highest score. A duel of
-    equal texts is a draw, for which nobody is asked."""
+    """RM-R1, Think-RM, SPCT: each solution of a group beside those after it (`round_robin`), k times. Its chance is its
+    mean share of duels won, or of the highest score. A duel of equal texts is a draw, for which nobody is asked."""
     k, num, texts = t.args.verifications, num_together(t.args, form), solutions.texts
     shares, tokens = [[] for _ in texts], [0.0 for _ in texts]
     is_draw = lambda rows: FORMS[form].num == 2 and texts[rows[0]] == texts[rows[1]]

@@ -47,8 +47,7 @@ class Labelled:
 
 def solution_rows(flag: str, path: str, task, fields: dict[str, tuple] = OF_SOLUTION) -> Iterator[tuple[str, dict]]:
     """The lines of a file of solutions: where each stands, for complaints about it, and its fields, with the `problem`.
-    Raises BadInput for the first that is no solution of the task or lacks one of `fields`, for a file without lines,
-    and for one that cannot be read."""
+    Raises BadInput for the first that is none of the task's, and for a file without any."""
     where = f"{flag} {path}"
     try:
         with open(path, encoding="utf-8") as f:

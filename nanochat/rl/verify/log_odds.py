@@ -166,9 +166,9 @@ def likelihood_parts(rollouts: Rollouts, weights: torch.Tensor) -> Parts:
 
 
 def sum_of(t: Play, *losses: tuple[Parts, float]) -> Parts:
-    """The parts of one Update per "rollout" whose loss is the sum of these losses, each averaged over its own number.
-    losses: parts and this rank's number (of places, solutions or pairs). The update by itself averages over the
-    rollouts of all parts; that is undone here."""
+    """The parts of one Update per "rollout" whose loss is the sum of these, each averaged over its own number over
+    ranks. (The update by itself averages over the rollouts of all parts: that is undone.) losses: parts and this rank's
+    number."""
     num_rollouts = float(sum(len(rollouts) for parts, _ in losses for rollouts, _ in parts))
     sizes = t.reduce(torch.tensor([num_rollouts, *(float(num) for _, num in losses)], device=t.device)).tolist()
     return [(rollouts, coefficients * (sizes[0] / max(1.0, num)))

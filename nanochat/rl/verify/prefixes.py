@@ -26,18 +26,16 @@ SCORED_TOKENS = 8192  # that go through the model at once
 
 @dataclass
 class Cut:
-    """A solution with its prefixes. prompt: the generator's; ids: the solution's tokens; step_ends: of each step the
-    index of its last token; gold: the task's labels of its steps, [] where they are not known. values: what was found
-    after each prefix, None where nothing was asked; rollouts, tokens: what that cost."""
+    """A solution with its prefixes."""
     problem: Problem
-    prompt: list[int]
-    ids: list[int]
+    prompt: list[int]     # the generator's
+    ids: list[int]        # the solution's tokens
     text: str
-    step_ends: list[int]
+    step_ends: list[int]  # of each step the index of its last token
     outcome: bool | None = None
-    gold: list[bool] = field(default_factory=list)
-    values: list[float | None] = field(default_factory=list)
-    rollouts: int = 0
+    gold: list[bool] = field(default_factory=list)            # labels of its steps, [] where they are not known
+    values: list[float | None] = field(default_factory=list)  # found after each prefix, None where nothing was asked
+    rollouts: int = 0     # what that cost
     tokens: int = 0
 
     def begin(self, k: int) -> list[int]:
@@ -46,14 +44,12 @@ class Cut:
 
 
 class Found(NamedTuple):
-    """The value after a prefix, None where it cannot be told; what it cost. prompt_tokens: what was run before the
-    first of the `tokens`, the problem's prompt included; own_tokens: the same where a longer prefix does not hold it,
-    else 0."""
+    """The value after a prefix, None where it cannot be told; what it cost."""
     value: float | None
     rollouts: int = 0
     tokens: int = 0
-    prompt_tokens: int = 0
-    own_tokens: int = 0
+    prompt_tokens: int = 0  # run before the first of the `tokens`, the problem's prompt included
+    own_tokens: int = 0     # the same where no longer prefix holds it
 
 
 Asked = list[tuple[Cut, int]]  # prefix k of a solution

@@ -17,12 +17,10 @@ from nanochat.rl.verify.log_odds import Parts
 
 
 class Spot(NamedTuple):
-    """A verdict in a completion: the position at which its first telling token stands, and that token if the verdict is
-    right and if it is wrong; of a choice, if it is A and if it is B. In its context it may share tokens with what
-    stands beside it."""
-    position: int
-    right: int
-    wrong: int
+    """A verdict in a completion, which may share tokens with what stands beside it."""
+    position: int  # of its first telling token
+    right: int     # that token if the verdict is right, or a choice is A
+    wrong: int     # and if it is wrong, or B
 
 
 def spot_of(tokenizer, fmt, tokens: list[int], at: int, marks: tuple[str, str] | None = None) -> Spot | None:
