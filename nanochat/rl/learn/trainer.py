@@ -62,7 +62,10 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
         if loss.kl_coef and batch.ref_logprobs is None:
             batch.ref_logprobs = score(role.reference, batch, temperature)
         if loss.sequence_ratio and batch.old_logprobs is not None:
-            batch = with_sequence_ratio(batch, score(role.model, batch, temperature))
+            B, T = batch.tokens.shape
+            logprobs = score(role.model, batch, temperature)
+            batch = replace(batch, old_logprobs=sequence_old_logprobs(  # by which a token's ratio is its row's
+                logprobs, batch.old_logprobs, batch.index // T, B))
         hidden = batch.at_trained(completion_hidden(role.model, batch))  # (M, C)
         targets, advantages, weights = (batch.at_trained(x) for x in (batch.targets, batch.advantages, batch.weights))
         total, logprobs, entropy = linear_policy_loss(
@@ -97,12 +100,6 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
 SUMS = ("num_tokens", "num_drawn", "loss", "entropy", "kl", "clip_ratio/low", "clip_ratio/high",
         "rollout_probs_diff_mean")
 GAPS = ("rollout_probs_diff_mean", "rollout_logprobs_diff_max")  # of sampler and trainer
-
-
-def with_sequence_ratio(batch: MicroBatch, logprobs: torch.Tensor) -> MicroBatch:
-    """The micro-batch with old logprobs by which a token's ratio is its row's. logprobs (M,): of the model as it is."""
-    B, T = batch.tokens.shape
-    return replace(batch, old_logprobs=sequence_old_logprobs(logprobs, batch.old_logprobs, batch.index // T, B))
 
 
 def sampler_logprobs(batch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 What a step says of itself in metrics.jsonl and rollouts.jsonl. Nothing here changes what is learned.
 """
 import math
+from functools import partial
 from itertools import zip_longest
 from statistics import pstdev, variance
 
@@ -23,15 +24,16 @@ def observe(t: Play, role: str, solutions: Rollouts, rewards: list[float | None]
     """Logs a step of solving: rewards and their variance by source, outcomes, reasoning steps and their gold labels,
     and how often the advantages (N, T) rank a wrong solution above a right one. sources: by default the rewards."""
     outcomes, read = solutions.columns["outcome"], t.read_solutions(solutions)
-    labels = [labels_of(t.task, problem, text)
-              for problem, text in zip(solutions.problems(), solutions.texts, strict=True)]
+    labels = list(map(partial(labels_of, t.task), solutions.problems(), solutions.texts))
+    inside = torch.arange(advantages.shape[1], device=advantages.device) < solutions.lengths[:, None]  # (N, T)
+    means = ((advantages * inside).sum(dim=1) / solutions.lengths.clamp(min=1)).tolist()
     log_rewards(t, role, solutions, rewards)
     log_variances(t, role, solutions, sources or {"outcome": terminal_rewards(rewards, solutions.lengths)})
     t.log(role, t.mean({
         "rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes],
         "reasoning_steps": [len(s.step_ends) for s in read],
         "step_length": [(s.step_ends[-1] + 1) / len(s.step_ends) for s in read if s.step_ends],
-        "frac_ranking_reversed": ranking_reversed(outcomes, mean_advantages(solutions, advantages), t.args.num_samples),
+        "frac_ranking_reversed": ranking_reversed(outcomes, means, t.args.num_samples),
         "step_label_mean": [x for row in labels for x in row]}))
 
 
@@ -64,12 +66,6 @@ def log_variances(t: Play, role: str, rollouts: Rollouts, sources: dict[str, Spa
                   for group in grouped(rollouts.group_id.tolist(), known).values()]
         found |= {f"variance/{name}": within, f"zero_variance/{name}": [v == 0 for v in within]}
     t.log(role, t.mean(found))
-
-
-def mean_advantages(rollouts: Rollouts, advantages: torch.Tensor) -> list[float]:
-    """Each rollout's mean advantage over its tokens. advantages (N, T)."""
-    inside = torch.arange(advantages.shape[1], device=advantages.device) < rollouts.lengths[:, None]  # (N, T)
-    return ((advantages * inside).sum(dim=1) / rollouts.lengths.clamp(min=1)).tolist()
 
 
 def gathered_verdict_scores(t: Play, solutions: Rollouts, outcomes: list[bool | None],

@@ -32,18 +32,13 @@ def mean_of(advantages: list[float | None]) -> float | None:
     return round(mean(numbers), 3) if numbers else None
 
 
-def player_of(rollout: dict) -> str:
-    """The role, and of one that is asked for more than one thing, the label of what it was asked for."""
-    role, call = rollout["role"], rollout.get("call")
-    return f"{role}: {call}" if call and call != role else role
-
-
 def card(rollout: dict, solver: str = "generator") -> dict:
     """A logged rollout as a card: its solution's steps, each with verdict, gold label and mean advantage, and the texts
     after it; the one learned from in `segments`. solver: the role whose verified solutions are its own."""
+    role, call = rollout["role"], rollout.get("call")
     spans, text, verdicts = rollout["step_spans"], rollout["solution"], rollout.get("step_verdicts") or []
     completion, verification = rollout.get("completion"), rollout.get("verification")
-    is_own = completion is None and (rollout["role"] == solver or verification is None)
+    is_own = completion is None and (role == solver or verification is None)
     advantages, ends = rollout["advantages"], rollout.get("token_ends") or []
     of_solution = (ends, advantages) if is_own else ([], [])
     steps, at = [], 0
@@ -59,7 +54,7 @@ def card(rollout: dict, solver: str = "generator") -> dict:
     tail = advantages[rollout["step_ends"][-1] + 1 if is_own and spans else 0:]  # of another text: all of it
     texts = {name: segments(value, 0, len(value), *((ends, advantages) if learned == name else ([], [])))
              for name, value in (("completion", completion), ("verification", verification)) if value is not None}
-    return {"role": rollout["role"], "player": player_of(rollout), "step": rollout["step"],
+    return {"role": role, "player": f"{role}: {call}" if call and call != role else role, "step": rollout["step"],
             "problem": rollout["problem"], "gold": rollout["gold"], "turns": rollout.get("turns") or [], "steps": steps,
             "answer": segments(text, at, len(text), *of_solution), **texts, "learned": learned,
             "advantage": mean_of(tail), "outcome": rollout.get("outcome"),

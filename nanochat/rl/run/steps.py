@@ -12,7 +12,7 @@ from nanochat.common import BadInput, Diverged, finite, print0, process_size
 from nanochat.rl.learn.roles import short_name
 from nanochat.rl.learn.state import check_memory
 from nanochat.rl.measure.theory import theory_scores
-from nanochat.rl.play.play import Play, Update, described, is_number
+from nanochat.rl.play.play import Play, Update, described, is_number, warn_once
 from nanochat.rl.play.updates import apply_update
 from nanochat.rl.report.page import write_run_page
 from nanochat.rl.run.progress import check_apart, count_apart, health_check, print_step, warn_of_no_signal
@@ -72,8 +72,9 @@ def finish_step(t: Play, recipe, counted: str, before, scores: dict, updated: li
     state.step_seconds += seconds["step"]
     state.eval_seconds += seconds["eval"]
     t.run.log(record)
-    for rollout in [row for update in updated for row in rollout_records(t, update)] if t.run.rank == 0 else []:
-        t.run.append("rollouts.jsonl", {"step": record["step"], **rollout})
+    for update in updated if t.run.rank == 0 else []:
+        for rollout in rollout_records(t, update):
+            t.run.append("rollouts.jsonl", {"step": record["step"], **rollout})
     warn_of_no_signal(t, record)
     print_step(record, roles, getattr(recipe, "SHOWN", {}), seconds_left(t))
     if scores:
@@ -105,8 +106,6 @@ def record_of(t: Play, roles: list[str], counted: str, before, tokens: int, seco
 def evaluate_if_due(t: Play, recipe, counted: str) -> dict:
     """The held-out scores, where --eval-every says that they are due and they were not just taken."""
     now = recipe.eval_step(t) if hasattr(recipe, "eval_step") else t.steps[counted]
-    if not isinstance(now, int):
-        raise BadInput(f"--recipe {t.args.recipe}: eval_step gives a {type(now).__name__}, not an int")
     if not t.args.eval_every or now % t.args.eval_every or now == t.state.last_eval:
         return {}
     scores = dict(held_out(t, recipe) if t.step else t.state.before)
@@ -137,15 +136,11 @@ def held_out(t: Play, recipe) -> dict:
             scores = scores | theory_scores(t)
     t.check_names(scores)
     for name, value in scores.items():
-        if not isinstance(name, str):
-            raise BadInput(f"--recipe {t.args.recipe}: evaluate names a score {name!r}: names are texts")
-        if not is_number(value):
-            raise BadInput(f"--recipe {t.args.recipe}: evaluate gives {name} as a {described(value)}: scores are "
-                           f"numbers or None")
-        if value is not None and not math.isfinite(value) and name not in t.told:
-            t.told.add(name)
-            print0(f"WARNING: evaluate gives {name} as {value}, which is logged as null; one that cannot be told is "
-                   f"None")
+        if not isinstance(name, str) or not is_number(value):
+            raise BadInput(f"--recipe {t.args.recipe}: evaluate gives {name!r} as a {described(value)}: scores are "
+                           f"numbers or None, by name")
+        if value is not None and not math.isfinite(value):
+            warn_once(t, f"evaluate gives {name} as {value}, which is logged as null; one that cannot be told is None")
     return scores
 
 
@@ -164,10 +159,10 @@ def show_page(t: Play, state: str | None, is_alive: bool = True) -> None:
         return
     seconds = t.state.start_seconds + t.state.step_seconds + t.state.eval_seconds
     so_far = state and {"minutes": round(seconds / 60, 2), "before": finite(t.state.before)}
-    left = {"state": state, "minutes_left": seconds_left(t) / 60 if t.step and is_alive else None,
-            "is_alive": is_alive}
+    left = state and {"state": state, "minutes_left": seconds_left(t) / 60 if t.step and is_alive else None,
+                      "is_alive": is_alive}
     try:
-        write_run_page(t.run.folder, so_far, left if state else None)
+        write_run_page(t.run.folder, so_far, left)
     except Exception as error:
         print0(f"report.html was not written: {type(error).__name__}: {error}")
 

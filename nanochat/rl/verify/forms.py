@@ -36,22 +36,20 @@ def steps_demo(task, problem: Problem, solutions: list[str], rng: random.Random)
     return demo_of(task, "verification_demo", problem, solutions[0], rng)
 
 
-def worked_again(task, problem: Problem, solution: str, rng: random.Random) -> tuple[list[str], Verification]:
-    """What the task's demonstration writes about each step of a solution, verdict included, and that verification."""
-    fmt, text = task.fmt, demo_of(task, "verification_demo", problem, solution, rng)
-    return fmt.judgment_steps(text), parse_verification(fmt, text, len(fmt.step_spans(solution)))
-
-
-def all_worked_again(task, problem: Problem, solutions: list[str], rng: random.Random):
-    """The same for several solutions, each below its letter. -> (list of texts, list of verifications)"""
-    found = [worked_again(task, problem, solution, rng) for solution in solutions]
-    texts = [text for name, (steps, _) in zip(ascii_uppercase, found, strict=False) for text in (name, *steps)]
-    return texts, [verification for _, verification in found]
+def worked_again(task, problem: Problem, solutions: list[str],
+                 rng: random.Random) -> tuple[list[str], list[Verification]]:
+    """What the task's demonstrations write about each step of solutions, verdict included, below their letters; and
+    these verifications."""
+    demos = [demo_of(task, "verification_demo", problem, solution, rng) for solution in solutions]
+    texts = [text for name, demo in zip(ascii_uppercase, demos, strict=False)
+             for text in (name, *task.fmt.judgment_steps(demo))]
+    return texts, [parse_verification(task.fmt, demo, len(task.fmt.step_spans(solution)))
+                   for demo, solution in zip(demos, solutions, strict=True)]
 
 
 def num_wrong(verdicts: list[bool | None]) -> int:
     """How many steps are judged wrong."""
-    return sum(verdict is False for verdict in verdicts)
+    return verdicts.count(False)
 
 
 def strength(wrong_in_better: int, wrong_in_worse: int) -> int:
@@ -68,7 +66,7 @@ def preferred(first: Verification, second: Verification, rng: random.Random) -> 
 
 def pair_demo(task, problem: Problem, solutions: list[str], rng: random.Random, graded: bool = False) -> str:
     """The steps of both worked again, then the choice: COMPACT: "A;3+5:8T;B;3+5:8F;=A"."""
-    texts, verifications = all_worked_again(task, problem, solutions, rng)
+    texts, verifications = worked_again(task, problem, solutions, rng)
     return task.fmt.render_judgment(texts, choice_text(task.fmt, preferred(*verifications, rng), graded))
 
 
@@ -100,7 +98,7 @@ def solve_pair_demo(task, problem: Problem, solutions: list[str], rng: random.Ra
 def scores_demo(task, problem: Problem, solutions: list[str], rng: random.Random) -> str:
     """The task's principles, the steps of each solution worked again, and a score of each: COMPACT:
     "+*;A;3+5:8T;8*2:6T;B;3+5:8T;8*2:5F;=10,4"."""
-    texts, verifications = all_worked_again(task, problem, solutions, rng)
+    texts, verifications = worked_again(task, problem, solutions, rng)
     scores = [believed_score(verification, len(solutions)) for verification in verifications]
     return task.fmt.render_judgment([demo_of(task, "principles_demo", problem), *texts], task.fmt.render_scores(scores))
 
