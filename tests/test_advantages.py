@@ -39,16 +39,18 @@ def test_presets_of_one_group_by_hand(preset, expected):
     assert_rows(outcome_advantages([1, 0, 0, 0], preset), [[x] for x in expected])
 
 
-def test_a_terminal_reward_reaches_every_token_of_its_rollout_and_none_after_it():
+def test_a_reward_reaches_its_rollouts_tokens_tiny_differences_stay_small_and_none_moves_no_baseline():
     """reinforce spreads over the whole row, which the mask cuts."""
     assert_rows(outcome_advantages([1, 0], "dr_grpo", T=4, lengths=[3, 1]),
                 [[0.5, 0.5, 0.5, 0.0], [-0.5, 0.0, 0.0, 0.0]])
     assert_rows(outcome_advantages([1, 0], "reinforce", T=4, lengths=[3, 1]), [[1.0] * 4, [0.0] * 4])
-
-
-def test_epsilon_keeps_tiny_differences_small():
-    """[0, 2e-6]: deviations -1e-6 and 1e-6, divided by sqrt(2) 1e-6 + 1e-6: 0.414214, not 0.707107."""
+    # [0, 2e-6]: deviations -1e-6 and 1e-6, divided by sqrt(2) 1e-6 + 1e-6: 0.414214, not 0.707107.
     assert_rows(outcome_advantages([0.0, 2e-6], "grpo"), [[1 - 2 ** 0.5], [2 ** 0.5 - 1]])
+    # [1, 0, None]: mean 1/2, std sqrt((1/4 + 1/4) / 1); counted as 0 the None would make the mean 1/3.
+    assert_rows(outcome_advantages([1, 0, None], "grpo"), [[0.5 ** 0.5], [-(0.5 ** 0.5)], [0.0]])
+    assert_rows(outcome_advantages([1, 0, None], "rloo"), [[1.0], [-1.0], [0.0]])
+    assert_rows(outcome_advantages([1, 0, None], "dr_grpo"), [[0.5], [-0.5], [0.0]])
+    assert_rows(outcome_advantages([1, 0, None], "reinforce"), [[1.0], [0.0], [0.0]])
 
 
 @pytest.mark.parametrize("preset", CENTRED)
@@ -64,14 +66,6 @@ def test_equal_rewards_and_a_group_of_one_give_exactly_zero(preset):
 def test_a_group_of_one_among_others_gets_zero(preset):
     advantages = outcome_advantages([1, 1, 0], preset, group_id=[1, 0, 0])
     assert advantages[0].item() == 0 and advantages[1].item() > 0 > advantages[2].item()
-
-
-def test_an_abstaining_rollout_gets_zero_and_moves_no_baseline():
-    """[1, 0, None]: mean 1/2, std sqrt((1/4 + 1/4) / 1); counted as 0 the None would make the mean 1/3."""
-    assert_rows(outcome_advantages([1, 0, None], "grpo"), [[0.5 ** 0.5], [-(0.5 ** 0.5)], [0.0]])
-    assert_rows(outcome_advantages([1, 0, None], "rloo"), [[1.0], [-1.0], [0.0]])
-    assert_rows(outcome_advantages([1, 0, None], "dr_grpo"), [[0.5], [-0.5], [0.0]])
-    assert_rows(outcome_advantages([1, 0, None], "reinforce"), [[1.0], [0.0], [0.0]])
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -113,13 +107,10 @@ R = 3 ** -0.5
 A_OUT = [[2 * R] * 5, [-R, -R, -R, 0.0, 0.0], [-R, -R, -R, -R, 0.0]]
 
 
-def test_tango_step_advantages_by_hand():
+def test_tango_by_hand():
     assert_rows(step_advantages(STEP_ENDS, VERDICTS, "grpo", T=5), A_STEP)
     assert A_STEP[0][0] == pytest.approx(-1.460593, rel=1e-6) and A_STEP[1][0] == pytest.approx(1.095445, rel=1e-6)
-
-
-def test_tango_blend_by_hand():
-    """eq. 7 with alpha 1/4. First token of the first rollout: 0.75 * 1.154701 - 0.25 * 1.460593 = 0.500877."""
+    # eq. 7 with alpha 1/4. First token of the first rollout: 0.75 * 1.154701 - 0.25 * 1.460593 = 0.500877.
     group_id, outcome = torch.zeros(3, dtype=torch.long), outcome_rewards(OUTCOMES, torch.tensor(LENGTHS))
     assert_rows(source_advantages(outcome, group_id, 5, PRESETS["grpo"]), A_OUT)
     sources = [(0.75, outcome), (0.25, step_rewards(STEP_ENDS, VERDICTS, "cpu"))]
@@ -291,16 +282,13 @@ def test_whitening_by_hand_and_on_two_ranks(split):
     assert torch.equal(whiten(UNWHITE, MASK.bool()), whiten(UNWHITE, MASK))
 
 
-def test_whitening_of_equal_advantages_or_less_than_two_gives_exactly_zero():
+def test_whitening_of_equal_advantages_gives_exactly_zero_and_loses_nothing_far_from_it():
     advantages = torch.tensor([[1.8, 1.8, 5.0], [1.8, 0.3, 0.2]])
     for mask in ([[1, 1, 0], [1, 0, 0]], [[0, 0, 1], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]):
         assert torch.equal(whiten(advantages, torch.tensor(mask)), torch.zeros(2, 3))
     equal = lambda rank, reduce: whiten(advantages[rank:rank + 1], torch.tensor([[1, 1 - rank, 0]]), reduce)
     assert torch.equal(torch.cat(on_two_ranks(equal)), torch.zeros(2, 3))
-
-
-def test_whitening_adds_epsilon_and_loses_nothing_far_from_zero():
-    """1e6 + (-1, 0, 1), ten thousand times: mean 1e6, variance 2/3; in fp32 their sum would be inexact."""
+    # 1e6 + (-1, 0, 1), ten thousand times: mean 1e6, variance 2/3; in fp32 their sum would be inexact.
     assert_rows(whiten(torch.tensor([[0.0, 2e-6]]), torch.ones(1, 2)), [[1 - 2 ** 0.5, 2 ** 0.5 - 1]])
     offset = torch.tensor([-1.0, 0.0, 1.0]).repeat(10000)[None]
     torch.testing.assert_close(whiten(1e6 + offset, torch.ones(1, 30000)), offset * 1.5 ** 0.5, rtol=1e-4, atol=1e-6)

@@ -25,13 +25,17 @@ from tasks.formats import COMPACT
 SHORT = ["--max-new-tokens", "16", "--verifier-max-new-tokens", "24"]
 
 
-def test_candidates_are_one_right_entry_and_the_first_wrong_ones():
+def test_candidates_are_one_right_entry_and_the_first_wrong_ones_and_a_ring_shows_each_in_every_place():
     T, F = True, False
     assert one_right([F, T, T, F], 2) == [1, 0] and one_right([T, None, F], 2) == [0, 2]
     assert one_right([F, T, F, F], 3) == [1, 0, 2] and one_right([F, T], 3) is None
     assert {one_right(outcomes, 2) for outcomes in ((T, T), (F, F), (None, None), ())} == {None}
     assert one_right([None, F, T], 1) == [1] and one_right([T, F], 1) == [0]
     assert one_right([None], 1) is one_right([], 1) is None
+    groups = [7, 7, 2, 7, 2]  # rollouts 0, 1 and 3; 2 and 4
+    assert round_robin(groups, 2) == [[0, 1], [1, 3], [3, 0], [2, 4], [4, 2]]
+    assert round_robin(groups[:2] + groups[3:4], 3) == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
+    assert round_robin(groups, 1) == [[0], [1], [3], [2], [4]] and round_robin([], 2) == []
 
 
 def test_every_place_comes_equally_often_up_to_one_in_an_order_of_its_own():
@@ -89,16 +93,13 @@ def test_spct_asks_for_the_strictly_highest_score(scores, right, hit):
     assert ranked_right(scores, right) is hit
 
 
-def test_votes_are_added_up_and_ties_stay_wrong():
+def test_votes_are_added_up_ties_stay_wrong_and_the_likelier_half_is_kept():
     votes = [[5, 6], None, [9, 6], [3, 5]]  # sums 17, 17
     assert mean_scores([None], 2) == [None, None]
     assert mean_scores(votes, 2) == [17 / 3, 17 / 3] and not ranked_right(mean_scores(votes, 2), 0)
     assert ranked_right(mean_scores(votes[:3], 2), 0) and ranked_right(mean_scores(votes[:1], 2), 1)
     assert not ranked_right(mean_scores([None, None], 2), 0)
     assert not ranked_right(mean_scores([[1], [0]], 1), 0) and not ranked_right(mean_scores([[1], [0]], 1), -1)
-
-
-def test_the_filter_keeps_the_likelier_half_and_at_least_one():
     assert likelier_half(["a", "b", "c", "d"], [-3.0, -1.0, -2.0, -1.0]) == ["b", "d"]
     assert likelier_half(["a", "b"], [-1.0, -1.0]) == ["a"] and likelier_half(["a"], [-9.0]) == ["a"]
 
@@ -117,26 +118,16 @@ def test_scores_of_a_judge_by_hand():
 
 
 
-def test_in_a_ring_each_stands_beside_those_after_it_and_in_every_place_once():
-    groups = [7, 7, 2, 7, 2]  # rollouts 0, 1 and 3; 2 and 4
-    assert round_robin(groups, 2) == [[0, 1], [1, 3], [3, 0], [2, 4], [4, 2]]
-    assert round_robin(groups[:2] + groups[3:4], 3) == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
-    assert round_robin(groups, 1) == [[0], [1], [3], [2], [4]] and round_robin([], 2) == []
-
-
 def scores(form: str, num: int, *texts: str, stopped: bool = True) -> list:
     t, many = SimpleNamespace(task=SimpleNamespace(fmt=COMPACT)), len(texts)
     return GROUP_SCORES[form](t, SimpleNamespace(texts=list(texts), stopped=torch.tensor([stopped] * many)), num)
 
 
-def test_what_a_choice_gives_to_both():
+def test_what_choices_and_scores_give_to_each():
     assert scores("pair", 2, "T;F;=A", "=B", "=", "=A2") == [[1, 0], [0, 1], None, None]
     assert scores("solve_pair", 2, "=A") == [[1, 0]] and scores("pair", 2, "=A", stopped=False) == [None]
     half_way = pytest.approx([1 / 3, 2 / 3])
     assert scores("graded", 2, "=A3", "=B3", "=B1", "=A") == [[1, 0], [0, 1], half_way, None]
-
-
-def test_what_scores_give_to_each():
     assert scores("scores", 3, "=10,0,7", "=0,0,0", "=11,0,0", "=1,1") == [[1, 0, 0.7], [0, 0, 0], None, None]
     assert scores("scores", 1, "=1", "=0", "=2") == [[1], [0], None]  # of a single one 1 is the highest
 

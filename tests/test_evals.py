@@ -108,9 +108,6 @@ def test_verdict_scores_by_hand():
     # Wrong solutions are rows 3 and 4, none is judged right. Mean step verdicts and outcomes (1, 1), (1/2, 1), (1/2,
     # 0): r = 1/2 (row 4 has no verdicts).
     assert scores["pos_rate_wrong"] == 0.0 and scores["step_outcome_corr"] == pytest.approx(1 / 2)
-
-
-def test_what_is_wrongly_passed_or_blamed_is_a_share_of_its_kind():
     scores = verdict_scores([[F, [F, F, F, F, T], F, [T, F, None, T, F], []], [T, [T], T, [T], []]])
     assert scores["wrong_steps_passed"] == 2 / 4 and scores["right_steps_blamed"] == 1 / 2
     right, wrong = verdict_scores([[T, [T], T, [T], []]]), verdict_scores([[F, [F], F, [F], []]])
@@ -123,10 +120,7 @@ def test_what_is_wrongly_passed_or_blamed_is_a_share_of_its_kind():
     for more in ([], [[F, [F, F], F, [T], ["step_count_mismatch"]]]):
         assert verdict_scores([*rows, *more])["step_outcome_corr"] == pytest.approx(1.0)
     assert verdict_scores(rows[:1])["step_outcome_corr"] is None
-
-
-def test_solutions_without_gold_step_labels_count_for_verdicts_alone():
-    """As those of gsm8k: they change no score of steps, and have their correlation all the same."""
+    # As those of gsm8k: they change no score of steps, and have their correlation all the same.
     labelled = [[T, [T, T], T, [T, T], []], [F, [T, F], F, [F, F], []]]  # the first error of the second is missed
     unlabelled = [[T, [], T, [T, T, T], []], [F, [], F, [F], []], [F, [], T, [T, F], []]]
     both, alone = verdict_scores(labelled + unlabelled), verdict_scores(labelled)
@@ -159,7 +153,7 @@ def num_right(chosen) -> int:
     return sum(outcome for _, outcome in chosen)
 
 
-def test_replay_takes_its_share_from_the_pool_and_the_rest_fresh_in_order():
+def test_replay_takes_its_share_from_the_pool_and_balance_prefers_fresh_solutions():
     """replay 0.25 of 8: 2 past, 6 fresh. Which ones is chance that the seed decides; a short pool is filled up."""
     fresh, pool, rng = entries([F] * 8), entries([T] * 20, first=100), random.Random(0)
     before = rng.getstate()
@@ -168,6 +162,15 @@ def test_replay_takes_its_share_from_the_pool_and_the_rest_fresh_in_order():
     assert chosen[:6] == fresh[:6] and all(entry in pool for entry in chosen[6:])
     assert len({entry[0] for entry in chosen}) == 8 and chosen == again != other
     assert choose(fresh, pool[:1], 8, replay=0.5) == fresh[:7] + pool[:1] and choose(fresh, [], 8, 0.5) == fresh
+    # Without replay the pool lends only what fresh ones lack.
+    fresh, pool = entries([T, T, F, F]), entries([T, F] * 10, first=100)
+    assert choose(fresh, pool, 4, balance=True) == fresh
+    assert [entry[1] for entry in choose(entries([T, F] * 5), [], 5, balance=True)] == [T, F, T, F, F]  # an odd number
+    lacking = choose(entries([T, F, F, F]), pool, 4, balance=True)
+    assert sum(entry[0] >= 100 for entry in lacking) == 1 and num_right(lacking) == 2
+    for seed in range(20):  # 6 fresh ones come first, T F T F T F, and leave room for one past one of each kind
+        chosen = choose(entries([T, F] * 4), pool, 8, 0.25, True, random.Random(seed))
+        assert num_right(chosen) == 4 and sum(entry[0] >= 100 for entry in chosen) == 2
 
 
 @pytest.mark.parametrize("fresh, pool, right, wrong", [
@@ -181,18 +184,6 @@ def test_replay_takes_its_share_from_the_pool_and_the_rest_fresh_in_order():
 def test_balance_makes_half_right_and_half_wrong_as_far_as_there_are(fresh, pool, right, wrong, replay):
     chosen = choose(entries(fresh), entries(pool, first=100), 4, replay, balance=True)
     assert (num_right(chosen), len(chosen) - num_right(chosen)) == (right, wrong)
-
-
-def test_balance_prefers_fresh_solutions_and_keeps_the_share_of_replay():
-    """Without replay the pool lends only what fresh ones lack."""
-    fresh, pool = entries([T, T, F, F]), entries([T, F] * 10, first=100)
-    assert choose(fresh, pool, 4, balance=True) == fresh
-    assert [entry[1] for entry in choose(entries([T, F] * 5), [], 5, balance=True)] == [T, F, T, F, F]  # an odd number
-    lacking = choose(entries([T, F, F, F]), pool, 4, balance=True)
-    assert sum(entry[0] >= 100 for entry in lacking) == 1 and num_right(lacking) == 2
-    for seed in range(20):  # 6 fresh ones come first, T F T F T F, and leave room for one past one of each kind
-        chosen = choose(entries([T, F] * 4), pool, 8, 0.25, True, random.Random(seed))
-        assert num_right(chosen) == 4 and sum(entry[0] >= 100 for entry in chosen) == 2
 
 
 @SETTINGS

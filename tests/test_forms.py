@@ -48,16 +48,13 @@ def test_demonstrations_by_hand(form, solutions, text):
     assert demo(form, *solutions) == text
 
 
-def test_what_the_verifier_believes_wrongly_decides_its_choice():
+def test_what_the_verifier_believes_decides_its_choice_and_no_answer_agrees_with_nothing():
     """It takes 2*2 for 0: the wrong solution is the one that it finds."""
     task = task_of(*SOUND)
     task.verifier_misconceptions, task.verifier_wrongness = {(2, "*", 2): 0}, 1.0
     said = {form: FORMS[form].demo(task, PROBLEM, [RIGHT, WRONG], random.Random(0)) for form in FORMS}
     assert said["solve_pair"] == "1+1:2;2*2:0;2*2:1F;0T;=B"
     assert said["pair"].endswith("=B") and said["graded"].endswith("=B1") and said["scores"].endswith("=4,10")
-
-
-def test_a_solution_without_an_answer_agrees_with_nothing_and_forges_nothing():
     assert demo("solve_pair", "1+1:2;", RIGHT) == "1+1:2;2*2:1;F;1T;=B"
     assert demo("solve_pair", "=T", RIGHT) == "1+1:2;2*2:1;?F;1T;=B"
     assert demo("solve_pair", "1+1:T;=A", RIGHT) == "1+1:2;2*2:1;1+1:?F;1T;=B"
@@ -75,8 +72,11 @@ def test_every_form_ends_with_what_its_parser_reads():
         assert parse_choice(task.fmt, said["graded"], graded=True) and parse_scores(task.fmt, said["scores"], 2)
 
 
-def test_a_strength_is_the_difference_of_wrong_steps_from_1_to_3():
+def test_strengths_and_believed_scores():
     assert [strength(*pair) for pair in ((0, 0), (0, 1), (0, 2), (1, 4), (0, 9), (2, 0))] == [1, 1, 2, 3, 3, 1]
+    for steps, verdict, num, score in (("TTTT", True, 2, 10), ("TTTT", False, 2, 9), ("TTTF", False, 2, 6),
+                                       ("FF", False, 2, 0), ("", None, 2, 0), ("TT", True, 1, 1), ("TT", False, 1, 0)):
+        assert believed_score(verification(steps, verdict), num) == score
 
 
 def verification(steps: str, verdict: bool | None) -> Verification:
@@ -90,12 +90,6 @@ def verification(steps: str, verdict: bool | None) -> Verification:
     (("FFFF", False), ("TTTT", None), -3)])
 def test_the_preferred_one_by_verdicts_then_by_steps(first, second, expected):
     assert preferred(verification(*first), verification(*second), random.Random(0)) == expected
-
-
-def test_a_believed_score():
-    for steps, verdict, num, score in (("TTTT", True, 2, 10), ("TTTT", False, 2, 9), ("TTTF", False, 2, 6),
-                                       ("FF", False, 2, 0), ("", None, 2, 0), ("TT", True, 1, 1), ("TT", False, 1, 0)):
-        assert believed_score(verification(steps, verdict), num) == score
 
 
 def test_of_solutions_judged_together_one_is_right_if_it_can_be_had():

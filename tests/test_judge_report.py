@@ -63,25 +63,19 @@ def test_last_letter_and_the_mixture_tell_them_too():
         assert mixture.analysis_labels(problem, solution, said) == part.analysis_labels(problem, solution, said) != []
 
 
-def test_right_verdicts_for_wrong_reasons_are_counted():
+def test_a_report_by_hand():
     found = judge_report([row(True, 1.0, labels=[True] * 4, step_verdicts=[[True, True, False, True]],
                               rationales=[[True, False, False, None]])])
     assert found["verdict_acc"] == 3 / 4
     assert found["rationale_acc"] == 1 / 3   # of three analyses
     assert found["wrong_reason"] == 1 / 2    # of the two right verdicts that have one
-
-
-def test_a_judge_that_likes_long_texts_and_its_own_shows_it():
-    """Own solutions get .3 more where they are right and .1 more where they are wrong."""
+    # Own solutions get .3 more where they are right and .1 more where they are wrong.
     others = [row(True, 0.2, 10), row(True, 0.4, 20), row(True, 0.6, 30), row(False, 0.5, 10), row(False, 0.1, 20)]
     own = [row(True, 0.7), row(False, 0.4), row(None, 1.0), row(True, None)]
     found = judge_report(others, own)
     assert found["length_right"] == pytest.approx(1.0) and found["length_wrong"] == pytest.approx(-1.0)
     assert found["own_right"] == pytest.approx(0.3) and found["own_wrong"] == pytest.approx(0.1)
     assert found["self_preference"] == pytest.approx(0.2)
-
-
-def test_what_there_is_nothing_of_is_none_and_a_dash():
     found = judge_report([row(None, None, k=0)], [])
     assert set(found) == set(WORDS) and all(value is None for value in found.values())
     assert all(line.endswith(" -") for line in report_lines(found)) and len(report_lines(found)) == len(WORDS)

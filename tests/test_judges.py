@@ -32,39 +32,30 @@ def merging() -> Tokenizer:
 
 # Verdicts among tokens
 
-def test_a_verdict_stands_where_its_mark_is():
+def test_a_verdict_stands_where_its_mark_is_if_it_can_be_read(merging):
     text = "3+5:8T;8*2:5F;=F"
     tokens, v = BYTES.encode(text), parse_verification(COMPACT, text, 2)
     T, F = BYTES.encode("TF")
     assert verdict_spots(BYTES, COMPACT, tokens, v, 2) == [Spot(5, T, F), Spot(12, T, F), Spot(15, T, F)]
     assert [text[spot.position] for spot in verdict_spots(BYTES, COMPACT, tokens, v, 2)] == ["T", "F", "F"]
-
-
-def test_a_verdict_that_shares_its_token_is_told_apart_by_the_whole_token_as_the_tokenizer_writes_it(merging):
-    tokens, v = merging.encode("=F"), parse_verification(COMPACT, "=F", 0)
-    assert verdict_spots(merging, COMPACT, tokens, v, 0) == [Spot(0, *merging.encode("=T"), *merging.encode("=F"))]
-    tokens = [*BYTES.encode("=T")]  # its bytes one by one, where one token would do
-    assert spot_of(merging, COMPACT, tokens, 1) == Spot(1, *BYTES.encode("TF"))  # "T" alone begins a token
-    other = replace(COMPACT, final_open="", correct="=T", incorrect="=F")
-    assert spot_of(merging, other, tokens, 0) is None
-
-
-def test_of_the_papers_verdicts_the_first_letter_tells():
     text = ("<step_verification><step>so \\boxed{INCORRECT}</step></step_verification>"
             "<final_verification>\\boxed{CORRECT}</final_verification>")
     tokens, v = BYTES.encode(text), parse_verification(PAPER, text, 1)
     step, final = verdict_spots(BYTES, PAPER, tokens, v, 1)
     assert (chr(step.right), chr(step.wrong)) == ("C", "I")
     assert text[step.position:].startswith("INCORRECT") and text[final.position:].startswith("CORRECT")
-
-
-def test_verdicts_that_cannot_be_read_have_no_place():
     cut = parse_verification(COMPACT, "T;F;=F", 3)  # two steps of three
     assert [spot and spot.position for spot in verdict_spots(BYTES, COMPACT, BYTES.encode("T;F;=F"), cut, 3)] == [
         None, None, None, 5]
     none = parse_verification(COMPACT, "T;F;=", 2)
     assert [spot and spot.position for spot in verdict_spots(BYTES, COMPACT, BYTES.encode("T;F;="), none, 2)] == [
         0, 2, None]
+    tokens, v = merging.encode("=F"), parse_verification(COMPACT, "=F", 0)
+    assert verdict_spots(merging, COMPACT, tokens, v, 0) == [Spot(0, *merging.encode("=T"), *merging.encode("=F"))]
+    tokens = [*BYTES.encode("=T")]  # its bytes one by one, where one token would do
+    assert spot_of(merging, COMPACT, tokens, 1) == Spot(1, *BYTES.encode("TF"))  # "T" alone begins a token
+    other = replace(COMPACT, final_open="", correct="=T", incorrect="=F")
+    assert spot_of(merging, other, tokens, 0) is None
 
 
 # Judgments
@@ -229,16 +220,10 @@ def test_scores_of_a_judge_by_hand():
     assert found["ece"] == pytest.approx((0.1 + 0.6 + 0.4) / 3)
     assert (found["pass@1"], found["bon"], found["weighted"], found["tokens"]) == (0.25, 0.5, 0.5, 3)
     assert found["abstained"] == 0.25
-
-
-def test_steps_after_the_first_error_do_not_count_for_its_auc():
     row = ["1", False, [True, False, True, True, False], [0.9, 0.3, 0.2, 0.1, 0.8], 0.5, 1]
     found = judged_scores([[row]])
     assert found["first_error_auc"] == 1                      # .9 against .3
     assert found["step_auc"] == pytest.approx((2 + 0 + 0) / 6)  # .9 .2 .1 against .3 .8: only .9 is above any
-
-
-def test_a_judge_has_scores_of_what_it_speaks_about():
     outcomes = judged_scores([[["1", True, [True], None, 0.5, 1], ["2", None, [False], None, 0.9, 1]]])
     assert {outcomes[name] for name in ("step_f1", "step_auc", "first_error_f1", "first_error_auc")} == {None}
     assert outcomes["outcome_f1"] == outcomes["abstained"] == 0 <= outcomes["ece"]  # .5 is not above .5

@@ -126,17 +126,14 @@ def play_of(path: str, task, step: int = 0, rank: int = 0, world: int = 1, memor
                            log=lambda role, values: logged.update({(role, name): v for name, v in values.items()}))
 
 
-def test_an_epoch_goes_through_all_of_them_in_an_order_of_its_own(write, task):
+def test_an_epoch_goes_through_all_of_them_and_ranks_share_a_step_out(write, task):
     path = write(*({"index": i} for i in range(8)))
     seen = [[row.problem.index for row in labelled_of_step(play_of(path, task, step))] for step in range(4)]
     assert sorted(seen[0] + seen[1]) == sorted(seen[2] + seen[3]) == list(range(8))
     assert seen[0] + seen[1] != seen[2] + seen[3] and seen[0] + seen[1] != list(range(8))
     again = labelled_of_step(play_of(path, task, 3))
     assert [row.problem.index for row in again] == seen[3]  # a function of seed and step
-
-
-def test_ranks_share_a_step_out_and_copies_are_those_of_the_whole(write, task):
-    path = write(*({"outcome": outcome} for outcome in (True, False, None, True)))
+    path = write(*({"outcome": outcome} for outcome in (True, False, None, True)), name="copies")
     whole = labelled_of_step(play_of(path, task))
     parts = [labelled_of_step(play_of(path, task, rank=rank, world=2)) for rank in (0, 1)]
     named = lambda rows: [(row.outcome, row.copy) for row in rows]
@@ -144,16 +141,13 @@ def test_ranks_share_a_step_out_and_copies_are_those_of_the_whole(write, task):
     assert [row.copy for row in whole] == [0, 1, 2, 3]  # of one problem
 
 
-def test_a_run_goes_on_with_the_file_that_it_began_with(write, task):
+def test_a_run_goes_on_with_the_file_that_it_began_with_on_all_ranks(write, task, monkeypatch):
     path, memory = write({}), {}
     labelled_of_step(play_of(path, task, memory=memory))
     write({"labels": [1.0, 0.5]})
     read_labelled.cache_clear()  # another process
     with pytest.raises(BadInput, match="no longer the file that the run began with"):
         labelled_of_step(play_of(path, task, memory=memory))
-
-
-def test_ranks_with_different_files_are_refused(write, task, monkeypatch):
     monkeypatch.setattr(labelled_module, "gather_lists", lambda rows, device: [*rows, 1])
     with pytest.raises(BadInput, match="the ranks have read different files"):
         labelled_of_step(play_of(write({}), task))

@@ -86,9 +86,6 @@ def test_coefficients_by_hand():
     torch.testing.assert_close(bce_coefficients(s, labels, places), torch.tensor([[0.5, -0.5, -0.25, -1.0, 0.0]]))
     torch.testing.assert_close(squared_coefficients(s, labels, places),
                                torch.tensor([[0.125, -0.125, -0.25 * 0.1875, 0.0, 0.0]]))
-
-
-def test_a_pair_pulls_by_how_wrongly_it_is_ranked():
     scores = torch.tensor([0.0, 0.0, math.log(3), 50.0])
     # equal: 1/2; log 3 apart the right way: 1 / (1 + 3); far apart the wrong way: 1
     torch.testing.assert_close(pair_coefficients(scores, [0], [1]), torch.tensor([0.5, -0.5, 0.0, 0.0]))

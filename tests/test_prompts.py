@@ -85,10 +85,6 @@ def test_only_closed_steps_before_the_answer_are_steps(fmt, solution, steps):
     assert [solution[start:end] for start, end in fmt.step_spans(solution)] == steps
 
 
-def test_a_very_long_text_without_marks_is_read_in_one_pass():
-    assert COMPACT.step_spans("3" * 3_000_000) == [] and PAPER.step_spans("<step>" * 500_000) == []
-
-
 @pytest.mark.parametrize("fmt, solution, answer", [
     (COMPACT, "3+5:8;8*2:6;=6", "6"), (COMPACT, "8;= 6 \n", "6"), (COMPACT, "8;=", ""), (COMPACT, "8;", None),
     (COMPACT, "", None),
@@ -107,16 +103,18 @@ def test_step_ends_by_hand():
     ends = lambda fmt, text: read_solution(TOKENIZERS["bytes"], fmt, TOKENIZERS["bytes"].encode(text)).step_ends
     assert ends(COMPACT, "3+5:8;8*2:6;=6") == [5, 11]
     assert ends(PAPER, "<think><step>a</step><step>é</step></think>") == [20, 35]
-
-
-def test_a_token_that_straddles_closing_marks_ends_all_their_steps():
-    """;= closes a step and opens the answer; ;; closes two steps, so that ends never decrease but can be equal."""
+    # ;= closes a step and opens the answer; ;; closes two steps, so that ends never decrease but can be equal.
     tokenizer = TOKENIZERS["bpe"]
     assert {";;", ";=", "></"} <= {tokenizer.decode([i]) for i in range(256, 291)}
     for text, tokens, ends in (("8;=8", ["8", ";=", "8"], [1]), ("8;;8;", ["8", ";;", "8", ";"], [1, 1, 3])):
         ids = tokenizer.encode(text)
         assert [tokenizer.decode([i]) for i in ids] == tokens
         assert read_solution(tokenizer, COMPACT, ids).step_ends == ends
+    # 0xe2 begins a character of three bytes: the ; after it is a mark all the same.
+    token = TOKENIZERS["bytes"].encoding.encode_single_token
+    solution = read_solution(TOKENIZERS["bytes"], COMPACT, [token(bytes([byte])) for byte in b"8\xe2;\xff=8"])
+    assert solution.text == "8?;?=8" and solution.step_ends == [2]
+    assert COMPACT.step_spans("3" * 3_000_000) == [] and PAPER.step_spans("<step>" * 500_000) == []
 
 
 @EVERY_TOKENIZER
@@ -142,13 +140,6 @@ def test_the_end_token_is_no_text_but_other_special_tokens_are_noise(tokenizer):
     noisy = read_solution(tokenizer, COMPACT, body[:2] + [tokenizer.special("<|user_start|>")] + body[2:])
     assert "?" in noisy.text and noisy.step_ends == [end + 1 for end in plain.step_ends]
     assert read_solution(tokenizer, COMPACT, []).text == ""
-
-
-def test_broken_utf8_swallows_no_mark():
-    """0xe2 begins a character of three bytes: the ; after it is a mark all the same."""
-    token = TOKENIZERS["bytes"].encoding.encode_single_token
-    solution = read_solution(TOKENIZERS["bytes"], COMPACT, [token(bytes([byte])) for byte in b"8\xe2;\xff=8"])
-    assert solution.text == "8?;?=8" and solution.step_ends == [2]
 
 
 @EVERY_FORMAT
@@ -224,6 +215,13 @@ def test_prompts_by_hand():
     text = text_of(generator_prompt, PAPER, "{x}")
     assert text.startswith("{x}\n\n") and text.endswith("<answer>\\boxed{...}</answer>")
     assert "\n\nThe solution has 2 steps. " in text_of(verifier_prompt, PAPER, "x", "<step>a</step><step>b</step>")
+    tokenizer = TOKENIZERS["bytes"]
+    asked = lambda fmt, template: tokenizer.decode(
+        several_prompt(tokenizer, fmt, template, "3+5", ["3+5:8;=8", "=A"])[2:-2])
+    assert [asked(COMPACT, template) for template in TEMPLATES] == [
+        "3+5|3+5:8;=8|=?|A", "3+5|3+5:8;=8|=?|WA", "3+5|3+5:8;=8|=?|AS", "3+5|3+5:8;=8|=?|S"]
+    for template in TEMPLATES:
+        assert asked(PAPER, template).startswith("Problem: 3+5\n\nSolution A: 3+5:8;=8\n\nSolution B: =A\n\n")
 
 
 def paper(steps: str, final: str, between: str = "") -> str:
@@ -328,16 +326,6 @@ def test_no_beginning_of_a_verification_and_none_with_more_text_counts_as_whole(
         assert parse_verification(fmt, text + after, 2).unmet, text + after
     read = parse_verification(fmt, text, 2, stopped=False)
     assert (read.verdict, read.unmet, read.usable_steps) == (None, ("no_final_verdict",), [True, False])
-
-
-def test_prompts_of_several_solutions_by_hand():
-    tokenizer = TOKENIZERS["bytes"]
-    asked = lambda fmt, template: tokenizer.decode(
-        several_prompt(tokenizer, fmt, template, "3+5", ["3+5:8;=8", "=A"])[2:-2])
-    assert [asked(COMPACT, template) for template in TEMPLATES] == [
-        "3+5|3+5:8;=8|=?|A", "3+5|3+5:8;=8|=?|WA", "3+5|3+5:8;=8|=?|AS", "3+5|3+5:8;=8|=?|S"]
-    for template in TEMPLATES:
-        assert asked(PAPER, template).startswith("Problem: 3+5\n\nSolution A: 3+5:8;=8\n\nSolution B: =A\n\n")
 
 
 def final(said: str) -> str:

@@ -29,14 +29,11 @@ def in_which(length: int, split: str) -> str:
     return next(text for text in map("".join, product(*places)) if in_split(text, split))
 
 
-def test_what_is_no_problem_is_refused_for_a_reason():
+def test_what_is_a_problem_and_what_is_refused_for_a_reason():
     read = lambda *texts: {chain().read_problem(text, 3) for text in texts}
     assert read("", "1+", "+1", "1+3", "1 + 2", "1+2\n", "１+2", "1/2", "T", "=1") == {(None, "no_problem")}
     assert read("1+1=2", "1+1:2", "1+1;", "1+1=") == {(None, "with_answer")}
     assert read("1") == {(None, "too_short")} and read("1+1+1+1", "1+" * 500 + "1") == {(None, "too_long")}
-
-
-def test_a_proposed_problem_has_its_gold_answer_and_a_name_of_its_own():
     text = in_which(2, "rl")
     problem, reason = chain("--chain-answer", "final").read_problem(text, 7)
     assert (problem.split, problem.index, problem.prompt, reason) == ("proposed", 7, text, "")
@@ -44,9 +41,6 @@ def test_a_proposed_problem_has_its_gold_answer_and_a_name_of_its_own():
     for op, b in zip(text[1::2], text[2::2], strict=True):
         value = {"+": value + int(b), "-": value - int(b), "*": value * int(b)}[op] % 3
     assert problem.answer == str(value)
-
-
-def test_a_problem_of_a_test_split_is_refused():
     task = chain()
     assert task.read_problem(in_which(2, "test_in"), 0) == (None, "held_out")
     assert task.read_problem(in_which(2, "sft"), 0)[1] == ""
@@ -83,7 +77,7 @@ def test_a_score_by_hand(text, num_steps, score):
     assert judge_score(parse_verification(COMPACT, text, num_steps)) == pytest.approx(score)
 
 
-def test_a_problem_of_low_quality_has_no_difficulty():
+def test_what_proposer_solver_and_judge_earn():
     for scores, reward in (([1, 1, 1], 1 + 0 + 1), ([1, 0, 0], 1 + 2 / 3 + 1), ([0, 0, 0], 1), ([0.5, 0.5, 0.5], 1.5),
                            ([0.7, 0.1, 0.1], 0.7 + 0.7 + 1), ([0.69, 0.1, 0.1], 0.69 + 1)):  # .7 is the bar
         assert proposer_reward(scores) == pytest.approx(reward / 3)

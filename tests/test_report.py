@@ -105,32 +105,23 @@ def test_where_a_curve_first_reaches_a_level(ys, level, expected):
     assert first_reach([0.0, 10.0, 20.0], ys, level) == (None if expected is None else pytest.approx(expected))
 
 
-def test_area_under_is_the_mean_height():
+def test_areas_intervals_and_shares_of_the_oracles_gain_by_hand():
     assert area_under([0, 10, 20], [0.0, 1.0, 1.0]) == pytest.approx(0.75)
     assert area_under([0, 10, 40], [0.0, 1.0, 1.0]) == pytest.approx(0.875)
     # a warm-up: two evaluations at generator step 0
     assert area_under([0, 0, 10], [0.3, 0.5, 0.5]) == pytest.approx(0.5)
     assert area_under([0, 0, 0], [0.3, 0.3, 0.3]) == pytest.approx(0.3)  # a fixed generator
     assert area_under([5], [0.3]) == 0.3 and area_under([], []) is first_reach([], [], 0.5) is None
-
-
-def test_interval_is_students_t():
     middle, half = interval([1.0, 2.0, 3.0])
     assert (middle, half) == (2.0, pytest.approx(4.303 * 1.0 / math.sqrt(3)))
     assert interval([0.4]) == (0.4, None)
     # 16 values of spread 1: t(15) is 2.131 in any table
     values = [(-1.0) ** i for i in range(16)]
     assert interval(values)[1] == pytest.approx(2.1314 * math.sqrt(16 / 15) / 4, rel=1e-3)
-
-
-def test_the_share_of_the_oracles_gain_needs_a_gain_above_two_standard_errors():
     assert recovered({0: 0.1, 1: 0.2}, {0: 0.2, 1: 0.4}) == pytest.approx(0.5)  # gain .3, standard error .1
     assert recovered({0: 0.1, 1: 0.2}, {0: 0.1, 1: 0.32}) is None               # gain .21, standard error .11
     assert recovered({0: 0.1, 1: 0.2}, {0: -0.3, 1: -0.3}) is None
     assert recovered({0: 0.1}, {0: 0.3}) is None
-
-
-def test_the_share_of_the_oracles_gain_is_over_the_seeds_of_both():
     assert recovered({0: 0.1, 1: 0.2}, {0: 0.2, 1: 0.4, 2: -0.9}) == pytest.approx(0.5)
     assert recovered({0: 0.1, 1: 0.2, 2: 0.9}, {0: 0.2, 1: 0.4}) == pytest.approx(0.5)
 
@@ -186,7 +177,7 @@ def other(tmp_path):
     return read_run(make_other_run(tmp_path, "chain-own-s0", ("generator", "prm"), first, last))
 
 
-def test_scores_that_the_report_does_not_know_are_drawn_over_their_roles_steps(other):
+def test_scores_that_the_report_does_not_know_and_what_a_recipe_shows_are_drawn(other):
     assert other.roles == ["generator", "prm"] and other.solver == "generator"
     of = lambda point: (point["gen_step"], point["prm_step"], point["prm/auc"])
     assert [of(point) for point in other.points] == [(0, 0, 0.5), (10, 10, 0.7), (20, 20, 0.9)]
@@ -197,16 +188,10 @@ def test_scores_that_the_report_does_not_know_are_drawn_over_their_roles_steps(o
     assert [(r["step"], r["value"]) for r in tidy([other]) if r["metric"] == "prm/auc"] == line
     assert list(panels)[0] == "gen/pass1_in"
     assert not panels.keys() & {"gen/pass1_out", "prm/first_error_f1_fixed", "prm/note"}
-
-
-def test_what_a_recipe_shows_is_drawn_and_its_file_is_not_run(other):
-    """Its recipe.py would raise."""
+    # Its recipe.py would raise.
     assert [p["prm/margin"] for p in other.points] == [None, 4.5, 14.5]
     assert not [name for name in other.points[-1] if name == "gen/margin" or name.startswith("timing")
                 or name == "prm/entropy"]
-
-
-def test_health_is_of_every_role(other):
     rows = {row["name"]: (row["early"], row["late"]) for row in health(other)}
     assert rows["gen/entropy"] == rows["prm/entropy"] == (0.5, 0.5)
     assert rows["prm/margin"] == (0.5, 18.5) and rows["without_update"] == (0, 1) and "prm/auc" not in rows
@@ -267,19 +252,22 @@ def test_a_table_of_single_seeds_says_so(experiment, tmp_path):
     assert "| oracle's" in markdown_table(compare([read_run(str(f)) for f in (experiment / "runs").iterdir()]))
 
 
-def test_an_arm_that_never_gets_there_is_counted_not_averaged(experiment):
+def test_what_an_arm_has_not_got_is_counted_not_guessed(experiment):
     make_run(experiment, "chain-slow-s0", 0, [0.1, 0.1, 0.2])
     make_run(experiment, "chain-slow-s1", 1, [0.1, 0.4, 0.4])
     rows = {row["arm"]: row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()])}
     assert cells(rows["slow"])[7] == "0.50 (1 of 2 never)"
     assert "| slow |" in markdown_table(list(rows.values()))
-
-
-def test_an_arm_that_ended_before_the_baselines_tokens_is_counted_not_guessed(experiment):
     make_run(experiment, "chain-thrifty-s0", 0, [0.1, 0.2, 0.3], tokens_per_step=50)
     make_run(experiment, "chain-thrifty-s1", 1, [0.1, 0.2, 0.4])
     rows = {row["arm"]: row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()])}
     assert cells(rows["thrifty"])[COLUMNS.index("final at GRPO's tokens")] == "40.0 (1 of 2 ended before)"
+    make_run(experiment, "chain-tango-s2", 2, [0.1, 0.9, 0.9])
+    tango = next(row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()])
+                 if row["arm"] == "tango")
+    assert (sorted(tango["final_gain"]) == pytest.approx([0.15, 0.225])
+            and tango["final_recovered"] == pytest.approx(0.75))
+    assert cells(tango)[1] == "3" and cells(tango)[5].endswith(" (2 pairs)")
 
 
 def test_a_baseline_that_learned_nothing_gives_no_ratio(tmp_path):
@@ -363,15 +351,6 @@ def test_what_cannot_be_written_is_one_line(experiment, capsys):
     assert "curves.csv" not in [f.name for f in (experiment / "out").iterdir()]
 
 
-def test_seeds_without_a_partner_are_left_out_of_differences_and_counted(experiment):
-    make_run(experiment, "chain-tango-s2", 2, [0.1, 0.9, 0.9])
-    tango = next(row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()])
-                 if row["arm"] == "tango")
-    assert (sorted(tango["final_gain"]) == pytest.approx([0.15, 0.225])
-            and tango["final_recovered"] == pytest.approx(0.75))
-    assert cells(tango)[1] == "3" and cells(tango)[5].endswith(" (2 pairs)")
-
-
 def test_a_name_gives_task_and_arm_only_when_its_seed_is_the_runs(tmp_path):
     assert ((lambda r: (r.task, r.arm, r.seed))(read_run(make_run(tmp_path, "hard-no_class_weights-s3", 3, [0.1, 0.2])))
             == ("hard", "no_class_weights", 3))
@@ -380,21 +359,18 @@ def test_a_name_gives_task_and_arm_only_when_its_seed_is_the_runs(tmp_path):
     assert (lambda r: (r.task, r.arm))(read_run(make_run(tmp_path, "first", 0, [0.1, 0.2]))) == ("chain", "first")
 
 
-def test_tidy_rows_carry_the_step_of_the_role_they_are_about(experiment):
+def test_curves_and_tidy_rows_by_hand(tmp_path, experiment):
+    runs = [read_run(make_run(tmp_path, "chain-a-s0", 0, [0.1, 0.2, 0.3])),
+            read_run(make_run(tmp_path, "chain-a-s1", 1, [0.3, 0.4]))]
+    points = mean_curve(runs, "gen/pass1_in", "gen_step")
+    assert [(x, pytest.approx(y), n) for x, y, _, n, _ in points] == [(0, 0.2, 2), (10, 0.3, 2), (20, 0.3, 1)]
+    assert points[0][2] == pytest.approx(0.2 / math.sqrt(2)) and points[2][2] == 0.0
     rows = tidy([read_run(str(experiment / "runs" / "chain-tango-s0"))])
     assert list(rows[0]) == ["task", "arm", "seed", "step", "sampled_tokens", "metric", "value"]
     of = lambda metric: [(r["step"], r["sampled_tokens"], r["value"]) for r in rows if r["metric"] == metric]
     assert of("gen/pass1_in") == [(0, 0, 0.1), (10, 3000, 0.275), (20, 6000, 0.45)]
     assert of("ver/step_f1_fixed") == [(0, 0, 0.7), (5, 3000, 0.8), (10, 6000, 0.9)]
     assert of("gen/reasoning_steps") == [(10, 3000, 4.5), (20, 6000, 14.5)]
-
-
-def test_a_mean_curve_says_how_many_seeds_it_is_of(tmp_path):
-    runs = [read_run(make_run(tmp_path, "chain-a-s0", 0, [0.1, 0.2, 0.3])),
-            read_run(make_run(tmp_path, "chain-a-s1", 1, [0.3, 0.4]))]
-    points = mean_curve(runs, "gen/pass1_in", "gen_step")
-    assert [(x, pytest.approx(y), n) for x, y, _, n, _ in points] == [(0, 0.2, 2), (10, 0.3, 2), (20, 0.3, 1)]
-    assert points[0][2] == pytest.approx(0.2 / math.sqrt(2)) and points[2][2] == 0.0
 
 
 def test_curves_of_runs_that_skipped_updates_meet_at_each_evaluation(tmp_path):

@@ -14,7 +14,7 @@ from nanochat.rl.records.prompts import UNMET
 T, F = True, False
 
 
-def test_a_reward_is_at_the_last_token_zero_is_one_and_none_abstains():
+def test_a_reward_is_at_the_last_token_and_a_step_reward_one_over_the_number_of_steps():
     """An empty completion is rewarded at token 0."""
     rewards = outcome_rewards([True, False, None], torch.tensor([4, 1, 7]))
     assert rewards.values.tolist() == [[1.0], [0.0], [0.0]] and rewards.values.dtype == torch.float32
@@ -22,10 +22,7 @@ def test_a_reward_is_at_the_last_token_zero_is_one_and_none_abstains():
     rewards = terminal_rewards([0.0, 1.8], torch.tensor([0, 3]))
     assert rewards.valid.all() and rewards.values.flatten().tolist() == pytest.approx([0.0, 1.8])
     assert rewards.token_index.tolist() == [[0], [2]]
-
-
-def test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps():
-    """None and no steps abstain. A chance between right and wrong is a reward between."""
+    # None and no steps abstain. A chance between right and wrong is a reward between.
     rewards = step_rewards([[2, 5, 6, 9], [3], [1, 2], []], [[True, False, False, True], [False], None, []], "cpu")
     assert rewards.values.tolist() == [[0.25, -0.25, -0.25, 0.25], [-1.0, 0.0, 0.0, 0.0], [0.0] * 4, [0.0] * 4]
     assert rewards.valid.tolist() == [[True] * 4, [True, False, False, False], [False] * 4, [False] * 4]
@@ -107,12 +104,7 @@ def test_chances_are_those_of_bayes(verdicts, outcome):
     assert trust.chances(verdicts, outcome) == pytest.approx(by_enumeration(trust, verdicts, outcome), rel=1e-12)
 
 
-def test_a_wrong_answer_whose_only_step_passed_was_wrong_there():
-    assert VerdictTrust().chances([T], F) == [0.0] and VerdictTrust(luck=0.0).chances([F], T) == [1.0]
-    assert VerdictTrust().chances([], F) == []
-
-
-def test_one_batch_of_trust_by_hand(monkeypatch):
+def test_trust_by_hand_in_rounds_and_on_ranks(monkeypatch):
     """Two solutions of one step, both judged right: with the right answer its chance is .9 / (.9 + .1 * .1), with a
     wrong one 0. What is believed before counts along. Unknown outcomes and verdicts say nothing."""
     monkeypatch.setattr(rewards, "EM_ROUNDS", 1)
@@ -125,10 +117,7 @@ def test_one_batch_of_trust_by_hand(monkeypatch):
     again = VerdictTrust(**asdict(trust))
     again.observe([[F]], [F])
     assert again.sums[:4] == pytest.approx([0.9 * passed, 1.8, 0, 1])
-
-
-def test_rounds_of_trust_go_on_from_the_same_past(monkeypatch):
-    """Two rounds on a batch count it once: the second replaces what the first had made of it."""
+    # Two rounds on a batch count it once: the second replaces what the first had made of it.
     batch = [[T, T], [F, T], [T]], [T, F, F]
     monkeypatch.setattr(rewards, "EM_ROUNDS", 1)
     first = VerdictTrust()
@@ -139,10 +128,9 @@ def test_rounds_of_trust_go_on_from_the_same_past(monkeypatch):
     both = VerdictTrust()
     both.observe(*batch)
     assert asdict(both) == asdict(second) != asdict(first) and both.sums[1] == 4
-
-
-def test_trust_is_of_all_ranks():
     alone, shared = VerdictTrust(), VerdictTrust()
     alone.observe([[T, F], [T, F]], [F, F])
     shared.observe([[T, F]], [F], lambda x: 2 * x)  # another rank has just the same
     assert asdict(shared) == asdict(alone)
+    assert VerdictTrust().chances([T], F) == [0.0] and VerdictTrust(luck=0.0).chances([F], T) == [1.0]
+    assert VerdictTrust().chances([], F) == []

@@ -110,14 +110,11 @@ def test_shared_blocks_cost_no_backward_pass(num_layers):
     assert reached == {i: i >= num_layers for i in range(N_LAYER)}
 
 
-def test_sharing_all_layers_gives_the_generators_hidden_states_up_to_backout():
+def test_sharing_all_layers_gives_the_generators_hidden_states_and_loading_writes_through():
     generator, verifier, _ = two_models(N_LAYER)
     verifier.backout_lambda.data = generator.backout_lambda.data.clone()
     ids = torch.tensor([[1, 2, 3, 4]])
     assert torch.equal(verifier.trunk(ids), generator.trunk(ids)) and not torch.equal(verifier(ids), generator(ids))
-
-
-def test_a_verifiers_state_dict_is_full_and_loading_it_writes_through():
     generator, verifier, _ = two_models(2)
     alone, other, ids = tiny_model(9), tiny_model(8), torch.tensor([[1, 2, 3, 4]])
     assert list(verifier.state_dict()) == list(alone.state_dict())

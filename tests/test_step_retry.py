@@ -33,16 +33,13 @@ def attempt(tokenizer, ids: str = "", judged: str = "", **more) -> Attempt:
 
 # A step and its judgment
 
-def test_a_step_is_cut_where_it_ends(tokenizer):
+def test_a_step_is_cut_where_it_ends_and_what_is_none_ends_the_solution(tokenizer):
     one = attempt(tokenizer)
     assert tokenizer.decode(take_step(tokenizer, COMPACT, one, tokenizer.encode("1+2:0;0*2:0;=0"), 99)) == "1+2:0;"
     assert one.spent == len(tokenizer.encode("1+2:0;")) and not one.is_done and one.ids == []
     two = attempt(tokenizer, "1+2:0;", spent=7)
     assert tokenizer.decode(take_step(tokenizer, COMPACT, two, tokenizer.encode("0*2:0;=0"), 99)) == "0*2:0;"
     assert two.spent == 7 + len(tokenizer.encode("0*2:0;"))
-
-
-def test_what_is_no_step_ends_the_solution(tokenizer):
     drawn = [*tokenizer.encode("=0"), tokenizer.stop_tokens[0]]
     one = attempt(tokenizer, "1+2:0;")
     assert take_step(tokenizer, COMPACT, one, drawn, 99) is None
@@ -50,9 +47,6 @@ def test_what_is_no_step_ends_the_solution(tokenizer):
     cut = attempt(tokenizer, "1+2:0;")
     assert take_step(tokenizer, COMPACT, cut, tokenizer.encode("0*2:0;"), 9) is None  # its end is beyond the limit
     assert cut.is_done and len(cut.ids) == 9 and cut.spent == 3
-
-
-def test_a_judgment_ends_with_its_closing_mark(tokenizer):
     for fmt, text, parts in ((COMPACT, "1T;?F;=F", ["1T;", "1T;?F;"]), (COMPACT, "1T;2", ["1T;"]), (COMPACT, "", []),
                              (PAPER, "<step_verification><step>x</step><step>",
                               ["<step_verification><step>x</step>"])):

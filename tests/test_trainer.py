@@ -210,6 +210,13 @@ def test_groups_without_advantages_are_left_out_and_change_nothing():
     assert_close(gradient(left_out)[0], {name: share * g for name, g in grads.items()}, 1e-5)
     batch, = packed(rollouts, torch.zeros(8, 7).index_put((torch.tensor(5), torch.tensor(2)), torch.tensor(1.0)))
     assert sorted(batch_rows(batch, rollouts)) == [4, 5, 6, 7]  # with one advantage a group is kept whole
+    rollouts, model = random_rollouts(*RAGGED), tiny_model()
+    advantages, before = torch.zeros(8, 7), weights_of(model)
+    assert packed(rollouts, advantages) == []
+    for batches in ([], packed(rollouts, advantages, keep_idle=True)):
+        metrics = step(role_of(model), batches)
+        assert metrics["grad_norm"] == 0 and metrics["loss"] == 0 and metrics["skipped"] == 0
+    assert all(torch.equal(before[name], after) for name, after in weights_of(model).items())
 
 
 def test_on_policy_the_gradient_is_that_of_reinforce():
@@ -270,16 +277,6 @@ def test_the_second_update_on_a_batch_takes_the_gradient_of_the_papers_loss(loss
     assert_close(grads, expected, 1e-4)
     assert metrics["loss"] == pytest.approx(value.item(), rel=1e-4)
     assert 0 < metrics["clip_ratio/low"] + metrics["clip_ratio/high"] < 1
-
-
-def test_no_advantages_give_no_gradient():
-    rollouts, model = random_rollouts(*RAGGED), tiny_model()
-    advantages, before = torch.zeros(8, 7), weights_of(model)
-    assert packed(rollouts, advantages) == []
-    for batches in ([], packed(rollouts, advantages, keep_idle=True)):
-        metrics = step(role_of(model), batches)
-        assert metrics["grad_norm"] == 0 and metrics["loss"] == 0 and metrics["skipped"] == 0
-    assert all(torch.equal(before[name], after) for name, after in weights_of(model).items())
 
 
 def test_kl_to_a_copy_of_oneself_changes_nothing_and_to_another_model_pulls():

@@ -14,8 +14,6 @@ from nanochat.rl.measure.scores import first_error_f1, macro_f1, share_of
 from nanochat.rl.measure.voting import auroc
 
 Plan = Generator[list[int], list[float], list[float]]
-ROUNDING = 1e-9  # of a ratio of shares: .32 / .4 is below .8
-
 
 # Formulas: values of prefixes -> labels
 
@@ -24,13 +22,13 @@ def any_right(values: list[float]) -> list[float]:
     return [float(value > 0) for value in values]
 
 
-def relative_progress(values: list[float], least: float = 0.8) -> list[float]:
-    """GenPRM's relative progress estimate (Zhao et al. 2025): 1 for each step t with MC_t / MC_{t-1} >= least, 0 for
-    all after an MC of 0. values: MC_0 to MC_K."""
+def relative_progress(values: list[float]) -> list[float]:
+    """GenPRM's relative progress estimate (Zhao et al. 2025): 1 for each step t with MC_t / MC_{t-1} >= .8, 0 for all
+    after an MC of 0. values: MC_0 to MC_K."""
     labels, alive = [], True
     for before, after in pairwise(values):
         alive = alive and before > 0
-        labels.append(float(alive and after / before > least - ROUNDING))
+        labels.append(float(alive and after / before > 0.8 - 1e-9))  # .32 / .4 is below .8
     return labels
 
 

@@ -83,12 +83,12 @@ def auroc(shares: list[float], outcomes: list[bool]) -> float | None:
     return sum(bisect_left(wrong, p) + bisect_right(wrong, p) for p in right) / (2 * len(right) * len(wrong))
 
 
-def reliability(shares: list[float], outcomes: list[bool], num_bins: int = 10) -> list[dict]:
-    """Bins of equal width that are not empty: low, high, count, mean share, and share of right ones."""
+def reliability(shares: list[float], outcomes: list[bool]) -> list[dict]:
+    """Ten bins of equal width, those that are not empty: low, high, count, mean share, and share of right ones."""
     bins: dict[int, list] = {}
     for p, y in zip(shares, outcomes, strict=True):
-        bins.setdefault(min(int(p * num_bins), num_bins - 1), []).append((p, y))
-    return [{"low": m / num_bins, "high": (m + 1) / num_bins, "count": len(pairs),
+        bins.setdefault(min(int(p * 10), 9), []).append((p, y))
+    return [{"low": m / 10, "high": (m + 1) / 10, "count": len(pairs),
              "mean_share": sum(p for p, _ in pairs) / len(pairs),
              "right": sum(y for _, y in pairs) / len(pairs)} for m, pairs in sorted(bins.items())]
 

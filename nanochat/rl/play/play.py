@@ -5,7 +5,7 @@ P prompts, N rollouts, T tokens.
 """
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -299,14 +299,12 @@ class Play:
         most = int(self.reduce(torch.tensor(len(batches), device=self.device), "max"))
         return pad_batches(batches, most, self.device)
 
-    def logprobs(self, role: str, rollouts: Rollouts, *, reference: bool = False,
-                 targets: torch.Tensor | None = None) -> torch.Tensor:
-        """Logprobs of the tokens, or of `targets` (N, T) in their places, under a role or its starting weights; no
-        gradient. -> (N, T) fp32 in the order of the rollouts, 0 where a token is not trained"""
-        scored = rollouts if targets is None else replace(rollouts, targets=targets)
+    def logprobs(self, role: str, rollouts: Rollouts, *, reference: bool = False) -> torch.Tensor:
+        """Logprobs of the tokens, or of the targets in their places, under a role or its starting weights; no gradient.
+        -> (N, T) fp32 in the order of the rollouts, 0 where a token is not trained"""
         model = self.roles[role].reference if reference else self.roles[role].model
-        out = torch.zeros(scored.tokens.shape, device=self.device)
-        for batch in self.even(self.micro_batches(scored, out, out[:, 0], keep_idle=True)):
+        out = torch.zeros(rollouts.tokens.shape, device=self.device)
+        for batch in self.even(self.micro_batches(rollouts, out, out[:, 0], keep_idle=True)):
             if self.breaks_off():
                 break
             logprobs = score(model, batch, self.args.temperature)

@@ -100,10 +100,9 @@ def asked_for(rollouts: Rollouts, token: int) -> Rollouts:
                    sampler_logprobs=torch.full_like(rollouts.sampler_logprobs, float("nan")))
 
 
-def log_odds(t: Play, role: str, rollouts: Rollouts, *, reference: bool = False) -> torch.Tensor:
-    """s at every trained position, under a role or its starting weights. -> (N, T) fp32, 0 off the mask"""
-    right, wrong = (t.logprobs(role, asked_for(rollouts, token), reference=reference)
-                    for token in verdict_tokens(t.tokenizer, t.task.fmt))
+def log_odds(t: Play, role: str, rollouts: Rollouts) -> torch.Tensor:
+    """s at every trained position, under a role. -> (N, T) fp32, 0 off the mask"""
+    right, wrong = (t.logprobs(role, asked_for(rollouts, token)) for token in verdict_tokens(t.tokenizer, t.task.fmt))
     return right - wrong
 
 
