@@ -59,14 +59,6 @@ def sampled_solutions(t: Play, role: str, split: str, label: str) -> list[list[i
     return t.gather(t.solve(label, t.problems(t.args.eval_examples, split), 1, role=role).completions())
 
 
-def verifier_scores(t: Play, generator: str, verifier: str, split: str, completions: list[list[int]]) -> dict:
-    """Scores of greedy verifications of given solutions of a split's problems."""
-    problems, mine = t.problems(t.args.eval_examples, split), completions[t.run.rank:: t.run.world]
-    solutions = t.written(generator, t.solve_prompts(problems), mine)
-    verifications = t.read_verifications(t.verify("eval", solutions, 1, role=verifier, greedy=True))
-    return gathered_verdict_scores(t, solutions, t.check(solutions), verifications)
-
-
 def padded(rows: list[list[int]]) -> torch.Tensor:
     """Token ids of several lengths as one tensor, -1 after each: lists of ints are slow to copy. -> (N, T) int64"""
     width = max(map(len, rows), default=1)
@@ -85,12 +77,14 @@ def scores_of_pair(t: Play, generator: str = "generator", verifier: str = "verif
         t.memory["fixed_solutions"] = {split: padded(sampled_solutions(t, generator, split, "fixed"))
                                        for split in SPLITS}
     fixed, scores = {split: cut(rows) for split, rows in t.memory["fixed_solutions"].items()}, pass_at_1(t, generator)
-    current = sampled_solutions(t, generator, "test_in", "current")
     judged = {"fixed": ("test_in", fixed["test_in"]), "fixed_out": ("test_out", fixed["test_out"]),
-              "current": ("test_in", current)}
+              "current": ("test_in", sampled_solutions(t, generator, "test_in", "current"))}
     for kind, (split, completions) in judged.items():
         if completions:
-            found = verifier_scores(t, generator, verifier, split, completions)
+            prompts = t.solve_prompts(t.problems(t.args.eval_examples, split))
+            solutions = t.written(generator, prompts, completions[t.run.rank:: t.run.world])
+            verifications = t.read_verifications(t.verify("eval", solutions, 1, role=verifier, greedy=True))
+            found = gathered_verdict_scores(t, solutions, t.check(solutions), verifications)
             scores |= {f"{short_name(verifier)}/{name}_{kind}": value for name, value in found.items()}
     return scores
 

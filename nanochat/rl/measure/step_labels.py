@@ -15,8 +15,6 @@ from nanochat.rl.measure.voting import auroc
 
 Plan = Generator[list[int], list[float], list[float]]
 
-# Formulas: values of prefixes -> labels
-
 def any_right(values: list[float]) -> list[float]:
     """1 for each step after which any completion is right (Math-Shepherd's hard estimate, Wang et al. 2023, eq. 3)."""
     return [float(value > 0) for value in values]
@@ -38,8 +36,6 @@ def gains(values: list[float]) -> list[float]:
     2024)."""
     return [after - before for before, after in pairwise(values)]
 
-
-# Plans
 
 def scan(first: int, formula: Callable[[list[float]], list[float]]) -> Callable[[int], Plan]:
     """A plan that asks for all prefixes from `first` on at once."""
@@ -102,8 +98,6 @@ def run_plans(plans: list[Plan], values_of: Callable[[list[tuple[int, int]]], li
             go_on(n, [next(values) for _ in prefixes])
     return labels
 
-
-# Against gold
 
 def agreement(gold: list[list[bool]], labels: list[list[float]], least: float) -> dict:
     """How labels agree with gold ones, a list per solution; None where there is nothing to count. rescued: the share of

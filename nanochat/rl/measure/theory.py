@@ -36,8 +36,6 @@ def solver_of(t: Play) -> str | None:
     return next((name for name in ("generator", *solving) if name in t.roles and t.roles[name].optimizer), None)
 
 
-# Weights
-
 def update_sparsity(t: Play, role: Role) -> dict[str, float]:
     """The share of the weights that a role's updates move which are as they were at its start, up to TOLERANCE: as they
     are trained, and rounded to bf16, as models are saved and compared in the literature. There a small step is none."""
@@ -58,8 +56,6 @@ def num_unchanged(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
     """How many entries of two tensors of a dtype differ by at most TOLERANCE. -> ()"""
     return ((now.float() - before.float()).abs() <= TOLERANCE).sum()
 
-
-# Solutions
 
 def solved(t: Play, role: str, split: str) -> list[int]:
     """How many of --theory-samples solutions of each of --log-theory problems are right."""

@@ -47,8 +47,6 @@ def earns(refusal: str, p: float | None, reward: Callable[[float], float]) -> fl
     return None if p is None else reward(p)
 
 
-# Asking and reading
-
 class Proposals(NamedTuple):
     """N proposals. problems: None where one is refused; refusals: why, "" where it is not."""
     rollouts: Rollouts

@@ -197,8 +197,6 @@ def parse_verification(fmt, text: str, num_steps: int, stopped: bool = True) -> 
                         tuple(name for name, failed in zip(UNMET, unmet, strict=True) if failed), text)
 
 
-# Judgments of several solutions
-
 STRENGTHS = (1, 2, 3)  # of a graded choice
 TOP_SCORE = 10
 

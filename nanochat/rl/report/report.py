@@ -187,8 +187,6 @@ def write_csv(rows: list[dict], path: str) -> None:
         writer.writerows(rows)
 
 
-# Numbers of one run
-
 def curve(run: Run, metric: str, x: str) -> tuple[list[float], list[float]]:
     """A metric's points over the steps of a role or sampled_tokens."""
     points = [(point[x], point[metric]) for point in run.points if point.get(metric) is not None]
@@ -220,8 +218,6 @@ def height_at(xs: list[float], ys: list[float], x: float) -> float | None:
             return y0 + (x - x0) / (x1 - x0) * (y1 - y0) if x1 > x0 else y1
     return ys[-1]
 
-
-# Numbers over seeds
 
 def interval(values: list[float]) -> tuple[float, float | None]:
     """Mean and half-width of its 95% interval (Student's t); no width for a single value."""
@@ -350,8 +346,6 @@ def at_equal_tokens(run: Run, baseline: Run, metric: str = ACCURACY) -> float | 
     """A metric of the run when it had sampled as many tokens as the baseline in all; None where it ended before."""
     return height_at(*curve(run, metric, "sampled_tokens"), baseline.points[-1]["sampled_tokens"])
 
-
-# The table as text
 
 COLUMNS = ("arm", "seeds", "final", "longer", "mean height", "final - GRPO", "height - GRPO", "steps / GRPO's",
            "tokens / GRPO's", "final at GRPO's tokens", "oracle's final gain", "oracle's height gain", "step F1",

@@ -264,7 +264,7 @@ def check_draws(name: str, roles: dict[str, RoleSpec], draws: dict[str, Draw]) -
     if not draws or not isinstance(draws, dict) or not all(isinstance(draw, Draw) for draw in draws.values()):
         raise BadInput(f"--recipe {name}: its draws() must give a dict of names and Draws")
     for label, draw in draws.items():
-        numbers = {field: value for field, value in draw._asdict().items() if field in COUNTS}
+        numbers = {field: value or 0 for field, value in draw._asdict().items() if field in COUNTS}
         wrong = next((field for field, value in numbers.items() if not isinstance(value, int) or value < 0), None)
         if wrong or not callable(draw.wrap) or draw.split not in SPLIT_BUCKETS:
             raise BadInput(f"--recipe {name}: its draws() declare {label!r} with {wrong or 'wrap or split'} as "
@@ -281,8 +281,7 @@ def check_draws(name: str, roles: dict[str, RoleSpec], draws: dict[str, Draw]) -
 
 def with_times(args, draws):
     """The draws with --num-steps where they do not say in how many steps of a run they happen."""
-    return {name: draw._replace(times=args.num_steps) if isinstance(draw, Draw) and draw.times is None else draw
-            for name, draw in draws.items()} if isinstance(draws, dict) else draws
+    return {name: draw._replace(times=args.num_steps) if draw.times is None else draw for name, draw in draws.items()}
 
 
 def ask(name: str, recipe: ModuleType, part: str, *args):

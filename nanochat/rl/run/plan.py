@@ -90,8 +90,6 @@ def variants(setting: Setting, ranks: list[int]) -> list[Setting]:
     return found
 
 
-# Time
-
 @dataclass(frozen=True)
 class Speed:
     """What a GPU is taken to reach."""
@@ -135,8 +133,6 @@ def draw_seconds(config: Config, draw: PlannedDraw, held: Held, setting: Setting
     return {"sampling": sampling, "update": update}
 
 
-# A stop
-
 def seconds_unheard(config: Config, draw: PlannedDraw, held: Held, setting: Setting, speed: Speed) -> float:
     """The longest that a draw goes on without looking whether the run is to stop: one prefill, CHECK_EVERY_CUDA tokens
     for all rows, one micro-batch, or, of several updates of a batch, all after the first."""
@@ -165,8 +161,6 @@ def describe_stop(configs: dict[str, Config], held: dict[str, Held], draws: list
             f"{unheard + total / disk_speed:.0f} seconds at {disk_speed / 1e9:g} GB/s, {unheard:.1f} of them until the "
             f"run looks; {total / disk_speed:.0f} more where a checkpoint is being written")
 
-
-# A run's plan, from what its recipe declares
 
 def planned(draws: dict, prompt_tokens: Callable, share: float = 1.0) -> list[PlannedDraw]:
     """A recipe's draws, sized. prompt_tokens(wrap): of a prompt; share: of their limits that completions run to."""

@@ -97,14 +97,11 @@ def find_start(args, recipe, defaults: dict) -> tuple[int | None, dict]:
     if hasattr(recipe, "text"):  # which is compared, wherever its file is
         may_change.add("recipe")
     tags = {tag_of(args.run, role): spec.trained for role, spec in recipe.ROLES.items()}
-    resume_step = resolve_resume(args, defaults, may_change, tags)
-    if resume_step is None:
+    step = resolve_resume(args, defaults, may_change, tags)
+    if step is None:
         return None, find_starts(args, recipe.ROLES)
     check_recipe_text(args.run, getattr(recipe, "text", None))
-    if args.num_labelled and "labelled_share" not in read_config(args.run)["args"]:
-        raise BadInput(f"--num-labelled {args.num_labelled}: run {args.run} is of an older version, which drew "
-                       f"labelled problems in another way; it cannot be continued")
-    return resume_step, find_starts(args, recipe.ROLES, read_config(args.run).get("starts"))
+    return step, find_starts(args, recipe.ROLES, read_config(args.run).get("starts"))
 
 
 def check_same_problems(args, recipe, task, tokenizer, step: int | None) -> list[int]:
@@ -121,14 +118,14 @@ def check_same_problems(args, recipe, task, tokenizer, step: int | None) -> list
 
 def declared(args, recipe) -> tuple[dict[str, Draw], dict[str, int]]:
     """What the recipe samples in a step, and the updates of each role in a whole run."""
-    draws = with_times(args, ask(args.recipe, recipe, "draws", args))
+    draws = ask(args.recipe, recipe, "draws", args)
     check_draws(args.recipe, recipe.ROLES, draws)
     trained = trained_roles(recipe.ROLES)
     totals = ask(args.recipe, recipe, "updates", args) or dict.fromkeys(trained, args.num_steps)
     if (not isinstance(totals, dict) or set(totals) != set(trained)
             or not all(isinstance(number, int) and number >= 0 for number in totals.values())):
         raise BadInput(f"--recipe {args.recipe}: its updates() must give a number for each of {', '.join(trained)}")
-    return draws, totals
+    return with_times(args, draws), totals
 
 
 def load_state(args, recipe, step: int | None, roles: dict, device) -> RunState:

@@ -101,8 +101,6 @@ def record_of(t: Play, roles: list[str], counted: str, before, tokens: int, seco
     return record
 
 
-# Held out
-
 def evaluate_if_due(t: Play, recipe, counted: str) -> dict:
     """The held-out scores, where --eval-every says that they are due and they were not just taken."""
     now = recipe.eval_step(t) if hasattr(recipe, "eval_step") else t.steps[counted]
@@ -143,8 +141,6 @@ def held_out(t: Play, recipe) -> dict:
             warn_once(t, f"evaluate gives {name} as {value}, which is logged as null; one that cannot be told is None")
     return scores
 
-
-# What is shown
 
 def seconds_left(t: Play) -> float:
     """Estimate of the steps to come, without evaluations."""

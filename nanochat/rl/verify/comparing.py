@@ -34,8 +34,6 @@ class Candidates(NamedTuple):
     right: int = -1   # the place of the right one, -1 where there is none or nobody knows
 
 
-# Who stands together
-
 def one_right(outcomes: list[bool | None], num: int) -> list[int] | None:
     """The places of the first right and num - 1 wrong entries, if there are; with num 1 of the first known."""
     places = {kind: [i for i, outcome in enumerate(outcomes) if outcome is kind] for kind in (True, False)}
@@ -169,8 +167,6 @@ def learn_to_judge(t: Play, rollouts: Rollouts, rewards: list[float]):
     advantages = t.advantages(rollouts, rewards)  # (N, T)
     yield Update("verifier", [(rollouts, advantages)])
 
-
-# Held out
 
 def held_out_candidates(t: Play, num: int, split: str) -> list[Candidates]:
     """The candidates of a test split, over all ranks. They are drawn once, as the generator does not learn."""

@@ -112,8 +112,6 @@ def believed_score(verification: Verification, num_solutions: int) -> int:
     return TOP_SCORE if right else (TOP_SCORE - 1) * (len(said) - num_wrong(said)) // max(1, len(said))
 
 
-# The table
-
 class Form(NamedTuple):
     """num: solutions that it judges together, 0: as many as one likes; demo: see above; template: of the prompt, a
     field of the format; needs: a method of the task that the demonstrations need, or ""."""

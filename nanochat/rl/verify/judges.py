@@ -34,8 +34,6 @@ class Judgment:
     texts: list[str] = field(default_factory=list, compare=False)  # the verifications of `generative`
 
 
-# What a solution's steps make of it
-
 AGGREGATES = {"product": math.prod, "min": min, "last": lambda chances: chances[-1]}
 
 

@@ -193,8 +193,6 @@ def labelled_of_step(t: Play) -> list[Labelled]:
     return with_copies(dealt(t, labelled_of_run(t)))[t.run.rank:: t.run.world]
 
 
-# Solutions of one problem
-
 def by_problem(rows: list[Labelled]) -> list[list[Labelled]]:
     """The solutions of each problem, wherever in the file they stand."""
     return list(grouped((row.problem for row in rows), rows).values())

@@ -32,8 +32,6 @@ def verdict_tokens(tokenizer, fmt) -> tuple[int, int]:
                    f"tokenizer, so no token tells them apart")
 
 
-# Where a verdict is asked
-
 def end_mask(rollouts: Rollouts, solutions: list[Solution]) -> torch.Tensor:
     """After the whole solution: its end token's place (an outcome model). -> (N, T) bool"""
     return torch.arange(rollouts.tokens.shape[1], device=rollouts.tokens.device) == (rollouts.lengths - 1)[:, None]
@@ -92,8 +90,6 @@ def end_read(rollouts: Rollouts, values: torch.Tensor) -> torch.Tensor:
     return values.gather(1, (rollouts.lengths - 1)[:, None]).squeeze(1)
 
 
-# Scores
-
 def asked_for(rollouts: Rollouts, token: int) -> Rollouts:
     """The rollouts, each position asked for this token. Nobody drew it there: sampler_logprobs are NaN."""
     return replace(rollouts, targets=torch.full_like(rollouts.tokens, token),
@@ -146,8 +142,6 @@ def pair_coefficients(scores: torch.Tensor, chosen: list[int], rejected: list[in
     index = torch.tensor(chosen + rejected, dtype=torch.long, device=scores.device)
     return torch.zeros_like(scores).index_add(0, index, torch.cat([pull, -pull]))
 
-
-# Updates
 
 Parts = list[tuple[Rollouts, torch.Tensor]]
 

@@ -55,8 +55,6 @@ class Found(NamedTuple):
 Asked = list[tuple[Cut, int]]  # prefix k of a solution
 
 
-# Completions
-
 def prompt_after(prompt: list[int], problem: Problem, begun: list[int]) -> Prompt:
     """The prompt and the tokens of a solution that is begun, to be gone on from. Its noise belongs to what it says."""
     return Prompt(prompt + begun, problem, copy=row_key(*begun))
@@ -100,8 +98,6 @@ def are_held(prompts: list[list[int]]) -> list[bool]:
         held[p] = prompts[following][: len(prompts[p])] == prompts[p]
     return held
 
-
-# The gold answer
 
 def forced_answer(tokenizer, fmt, answer: str) -> tuple[list[int], list[int]]:
     """Token ids of what opens an answer after any step, and of the answer with what closes and ends it. The opening is
@@ -160,8 +156,6 @@ def answer_logprob(asked: Asked, model, sampler: Sampler, num: int, best_of: int
 
 VALUES = {"gold": gold_label, "share": right_share, "best_of": best_of_chance, "logprob": answer_logprob}
 
-
-# Each prefix once
 
 @dataclass
 class Meter:
