@@ -13,6 +13,7 @@ from nanochat.rl.measure.observe import gathered_verdict_scores
 from nanochat.rl.measure.scores import majority, pass_at_k, share_of
 from nanochat.rl.play.play import Play
 from nanochat.rl.records.outcomes import answers_of, has_numbers, lenient_outcomes
+from nanochat.rl.records.rollouts import padded
 
 SPLITS = {"test_in": "in", "test_out": "out"}  # a finite task may have no test_out
 PASS_AT_1 = {  # for a recipe's TABLE
@@ -59,14 +60,13 @@ def sampled_solutions(t: Play, role: str, split: str, label: str) -> list[list[i
     return t.gather(t.solve(label, t.problems(t.args.eval_examples, split), 1, role=role).completions())
 
 
-def padded(rows: list[list[int]]) -> torch.Tensor:
-    """Token ids of several lengths as one tensor, -1 after each: lists of ints are slow to copy. -> (N, T) int64"""
-    width = max(map(len, rows), default=1)
-    return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.long).view(len(rows), width)
+def kept(rows: list[list[int]]) -> torch.Tensor:
+    """Token ids as a run's memory holds them: lists of ints are slow to copy. -> (N, T) int64, -1 after each"""
+    return padded(rows, -1)
 
 
 def cut(rows: torch.Tensor) -> list[list[int]]:
-    """The inverse of `padded`."""
+    """The inverse of `kept`."""
     return [[token for token in row if token >= 0] for row in rows.tolist()]
 
 
@@ -74,7 +74,7 @@ def scores_of_pair(t: Play, generator: str = "generator", verifier: str = "verif
     """pass@1 of a generator, and <score>_{fixed,fixed_out,current} of a verifier. fixed: on solutions that the starting
     generator sampled, the same in the whole run; current: on those that the present one samples in distribution."""
     if "fixed_solutions" not in t.memory:
-        t.memory["fixed_solutions"] = {split: padded(sampled_solutions(t, generator, split, "fixed"))
+        t.memory["fixed_solutions"] = {split: kept(sampled_solutions(t, generator, split, "fixed"))
                                        for split in SPLITS}
     fixed, scores = {split: cut(rows) for split, rows in t.memory["fixed_solutions"].items()}, pass_at_1(t, generator)
     judged = {"fixed": ("test_in", fixed["test_in"]), "fixed_out": ("test_out", fixed["test_out"]),

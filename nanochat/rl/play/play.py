@@ -25,7 +25,7 @@ from nanochat.rl.records.outcomes import num_problems_of, outcomes_of, scores_of
 from nanochat.rl.records.prompts import (LOWER_LIMITS, Prompt, Solution, Verification, empty_verifier_prompt,
                                          generator_prompt, numbered, quoting_prompt, refine_prompt, solve_prompt,
                                          verify_prompts)
-from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.records.rollouts import Rollouts, padded
 from nanochat.storage.run import Run
 from nanochat.weights import copy_weights, refresh
 from tasks.common import Problem, check_problem
@@ -217,16 +217,13 @@ class Play:
                 raise BadInput(f"a given completion of {len(row)} tokens after a prompt of {len(prompt.ids)}, of "
                                f"problem {prompt.problem.index} of {prompt.problem.split} "
                                f"({prompt.problem.prompt[:40]!r}): the {role}'s context is {context}")
-        lengths = [len(row) for row in rows]
-        width = max(lengths, default=1)
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long,
-                              device=self.device).view(len(rows), width)
+        tokens = padded(rows, device=self.device)
         stopped = [row[-1] in self.tokenizer.stop_tokens for row in rows]
         unknown = torch.full(tokens.shape, float("nan"), device=self.device)
         texts = [self.tokenizer.decode(row[:-1] if ended else row) for row, ended in zip(rows, stopped, strict=True)]
         limit = max(draw.max_new_tokens for draw in self.draws.values() if draw.role == role)
         return Rollouts(prompts, torch.arange(len(rows), device=self.device), tokens, unknown,
-                        torch.tensor(lengths, dtype=torch.long, device=self.device),
+                        torch.tensor(list(map(len, rows)), dtype=torch.long, device=self.device),
                         torch.tensor(stopped, dtype=torch.bool, device=self.device), limit=limit, texts=texts)
 
     def _limit(self, name: str, role: str, wrap: Callable | None, num_prompts: int, num_samples: int) -> int:

@@ -113,3 +113,10 @@ def grouped(keys: Iterable, values: Iterable) -> dict:
     for key, value in zip(keys, values, strict=True):
         groups.setdefault(key, []).extend([] if value is None else [value])
     return groups
+
+
+def padded(rows: list[list[int]], fill: int = 0, device=None) -> torch.Tensor:
+    """Token ids of several lengths as one tensor, `fill` after each. -> (N, T) int64"""
+    width = max(map(len, rows), default=1)
+    filled = [row + [fill] * (width - len(row)) for row in rows]
+    return torch.tensor(filled, dtype=torch.long, device=device).view(len(rows), width)

@@ -38,13 +38,10 @@ def add_common_args(parser) -> None:
                         help=f"continue --run from this step, which removes the checkpoints after it, or from its "
                              f"last with 'auto'; -1 = a fresh run; {in_words(MAY_CHANGE)}, and the learning rates of "
                              f"roles")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="print the resolved settings, memory per rank, tokens per step and hours, and stop")
-    parser.add_argument("--save-every", type=at_least(0), default=50,
-                        help="steps between checkpoints; 0 = at the end only")
+    parser.add_argument("--dry-run", action="store_true", help="print settings, memory, tokens and hours, and stop")
+    parser.add_argument("--save-every", type=at_least(0), default=50, help="steps between checkpoints; 0 = at the end")
     add_keep_arg(parser)
-    parser.add_argument("--num-steps", type=at_least(0), default=200,
-                        help="updates of the recipe's first role that is trained")
+    parser.add_argument("--num-steps", type=at_least(0), default=200, help="updates of the first role that is trained")
     add_model_args(parser.add_argument_group("models"))
     add_rollout_args(parser.add_argument_group("rollouts"))
     add_loss_args(parser.add_argument_group("advantages, loss and optimizer"))
@@ -59,8 +56,7 @@ def add_model_args(group) -> None:
     group.add_argument("--shard", action=BooleanOptionalAction, default=False,
                        help="shard weights, gradients and optimizers over the ranks (FSDP2); changes no result")
     group.add_argument("--recompute", action=BooleanOptionalAction, default=False,
-                       help="run blocks of imported models again in the backward pass instead of keeping their "
-                            "activations; changes no result")
+                       help="run blocks of imported models again instead of keeping activations; changes no result")
 
 
 def add_rollout_args(group) -> None:
@@ -69,21 +65,18 @@ def add_rollout_args(group) -> None:
     group.add_argument("--num-labelled", type=at_least(0), default=0,
                        help="only the first so many problems of RL have a gold answer; 0 = all (tasks/few_labels.py)")
     group.add_argument("--labelled-share", type=SHARE, default=0.5,
-                       help="with --num-labelled: share of a step's problems that are of these, which come again and "
-                            "again; 1 = no others")
+                       help="with --num-labelled: share of a step's problems that are of these; 1 = no others")
     group.add_argument("--max-new-tokens", type=at_least(1), default=96, help="of a solution")
     group.add_argument("--temperature", type=at_least(LEAST_TEMPERATURE, float), default=1.0,
                        help="of sampling; evaluations are greedy by themselves")
-    group.add_argument("--top-k", type=at_least(0), default=0,
-                       help="0 = the full softmax; anything else biases the ratio")
+    group.add_argument("--top-k", type=at_least(0), default=0, help="0 = the full softmax; else the ratio is biased")
     group.add_argument("--max-rows", type=at_least(1), default=1024,
                        help="rollouts per rank that decode together; changes memory, no result")
     group.add_argument("--max-cached-tokens", type=at_least(0), default=0,
-                       help="tokens per rank whose keys and values are held while rollouts decode: where prompts or "
-                            "completions are long, fewer decode together; 0: no bound but --max-rows")
+                       help="tokens per rank whose keys and values are held while rollouts decode; 0: no bound but "
+                            "--max-rows")
     group.add_argument("--calculator", action=BooleanOptionalAction, default=False,
-                       help="solutions may call the calculator (python_start ... python_end); its output is forced "
-                            "and not trained")
+                       help="solutions may call the calculator (python_start ... python_end)")
 
 
 def add_loss_args(group) -> None:
@@ -93,8 +86,7 @@ def add_loss_args(group) -> None:
     group.add_argument("--clip-high", type=at_least(0, float, 1e6), default=0.2)
     group.add_argument("--dual-clip", type=at_least(1, float, 1e6), default=None)
     group.add_argument("--sequence-ratio", action=BooleanOptionalAction, default=False,
-                       help="a token's ratio is that of its whole sequence, to the power of 1 / length (GSPO); needs "
-                            "--aggregation sequence and --updates-per-batch above 1")
+                       help="a token's ratio is that of its whole sequence, to the power of 1 / length (GSPO)")
     group.add_argument("--kl", default="k3", choices=list(KL_ESTIMATORS))
     group.add_argument("--kl-coef", type=at_least(0, float), default=1e-3,
                        help="beta: weight of the KL to the starting weights")
@@ -102,8 +94,7 @@ def add_loss_args(group) -> None:
     group.add_argument("--aggregation", default="sequence", choices=list(AGGREGATIONS))
     group.add_argument("--updates-per-batch", type=at_least(1, int, 1000), default=1,
                        help="optimizer steps on each batch of rollouts")
-    group.add_argument("--lr", type=at_least(0, float, MOST_LR), default=1e-4,
-                       help="AdamW; 1e-6 for pretrained 7B models")
+    group.add_argument("--lr", type=at_least(0, float, MOST_LR), default=1e-4, help="AdamW; 1e-6 for 7B models")
     group.add_argument("--lr-schedule", default="constant", choices=list(LR_SCHEDULES))
     group.add_argument("--max-grad-norm", type=at_least(0, float), default=1.0, help="0 = no clipping")
     group.add_argument("--micro-batch-tokens", type=at_least(1), default=4096,
@@ -113,14 +104,13 @@ def add_loss_args(group) -> None:
 
 
 def add_eval_args(group) -> None:
-    group.add_argument("--eval-every", type=at_least(0), default=0,
-                       help="steps between evaluations; 0 = before and after only")
+    group.add_argument("--eval-every", type=at_least(0), default=0, help="steps between evaluations; 0 = at both ends")
     group.add_argument("--eval-examples", type=at_least(1), default=400, help="problems per test split")
     group.add_argument("--log-rollouts", type=at_least(0), default=2,
                        help="problems per update (of those on rank 0) of which all rollouts go to rollouts.jsonl")
     group.add_argument("--log-theory", type=at_least(0), default=0,
-                       help="evaluations also log how many weights have not moved, and pass@1, 2, 4 ... of sampled "
-                            "solutions of so many problems per test split; 0 = off")
+                       help="problems per test split of which evaluations log pass@1, 2, 4 ..., beside how many weights "
+                            "have not moved; 0 = off")
     group.add_argument("--theory-samples", type=at_least(2), default=64, help="samples of each of them")
 
 

@@ -151,8 +151,6 @@ def form_of(wrap: Callable) -> str:
 
 def check_form(task, form: str, num: int) -> None:
     """Raises BadInput where a task cannot demonstrate a form, or for a number of solutions that nothing can judge."""
-    if form not in FORMS:
-        raise BadInput(f"--verifier-form {form}: there are {', '.join(FORMS)}")
     if FORMS[form].needs and not hasattr(task, FORMS[form].needs):
         raise BadInput(f"--verifier-form {form}: task {task.name} has no {FORMS[form].needs}")
     if not 1 <= num <= MOST_SOLUTIONS:

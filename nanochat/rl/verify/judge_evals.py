@@ -3,7 +3,7 @@ One evaluation for all judges, on solutions that stay the same in the whole run;
 share.
 """
 from nanochat.cli import at_least
-from nanochat.rl.measure.evals import cut, padded
+from nanochat.rl.measure.evals import cut, kept
 from nanochat.rl.measure.scores import first_error_f1, macro_f1, share_of
 from nanochat.rl.measure.step_labels import until_error
 from nanochat.rl.measure.voting import auroc, calibration, choose
@@ -19,7 +19,7 @@ def fixed_solutions(t: Play, generator: str, num: int) -> Rollouts:
     if "judged_solutions" not in t.memory:
         rows = t.solve("judged", problems, num, role=generator).completions()
         of_problems = t.gather([rows[i: i + num] for i in range(0, len(rows), num)])
-        t.memory["judged_solutions"] = padded([row for rows in of_problems for row in rows])
+        t.memory["judged_solutions"] = kept([row for rows in of_problems for row in rows])
     rows = cut(t.memory["judged_solutions"])
     mine = [row for i in range(t.run.rank, len(rows) // num, t.run.world) for row in rows[i * num: (i + 1) * num]]
     prompts = [prompt for prompt in t.solve_prompts(problems) for _ in range(num)]

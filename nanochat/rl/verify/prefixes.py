@@ -18,7 +18,7 @@ from nanochat.rl.measure.scores import pass_at_k
 from nanochat.rl.play.sampling import Sampler
 from nanochat.rl.records.outcomes import outcomes_of
 from nanochat.rl.records.prompts import Prompt
-from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.records.rollouts import Rollouts, padded
 from tasks.common import Problem
 
 SCORED_TOKENS = 8192  # that go through the model at once
@@ -114,8 +114,8 @@ def forced_after(tokenizer, fmt, cut: Cut, k: int) -> tuple[list[int], list[int]
 
 def completion_logprobs(model, prompts: list[list[int]], completions: list[list[int]]) -> list[float]:
     """The log-probability of each whole completion after its prompt, at temperature 1."""
-    device, width = model.lm_head.weight.device, max(map(len, completions))
-    tokens = torch.tensor([row + [0] * (width - len(row)) for row in completions], device=device)  # (N, T)
+    device = model.lm_head.weight.device
+    tokens = padded(completions, device=device)  # (N, T)
     zeros = torch.zeros(tokens.shape, device=device)
     rollouts = Rollouts([Prompt(ids) for ids in prompts], torch.arange(len(prompts), device=device), tokens, zeros,
                         torch.tensor(list(map(len, completions)), device=device), zeros[:, 0] > 0)
