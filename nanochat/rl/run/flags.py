@@ -109,8 +109,8 @@ def add_eval_args(group) -> None:
     group.add_argument("--log-rollouts", type=at_least(0), default=2,
                        help="problems per update (of those on rank 0) of which all rollouts go to rollouts.jsonl")
     group.add_argument("--log-theory", type=at_least(0), default=0,
-                       help="problems per test split of which evaluations log pass@1, 2, 4 ..., beside how many weights "
-                            "have not moved; 0 = off")
+                       help="problems per test split of which evaluations log pass@1, 2, 4 ... (and how many "
+                            "weights have not moved); 0 = off")
     group.add_argument("--theory-samples", type=at_least(2), default=64, help="samples of each of them")
 
 
