@@ -215,7 +215,7 @@ def test_reinforce_plus_plus_on_two_ranks_equals_one_batch(split):
     assert_rows(torch.cat(on_two_ranks(work)), expected)
 
 
-def test_rewards_that_are_equal_on_each_rank_alone_still_carry_signal():
+def test_rewards_that_are_equal_on_each_rank_alone_carry_signal_and_a_group_never_asks_other_ranks():
     """[1, 1 | 0, 0]: mean 1/2, std sqrt(4 / 4 / 3) = sqrt(1/3), so +-0.866025. Equal on both ranks: exactly 0."""
     def advantages(*values):
         return torch.cat(on_two_ranks(lambda rank, reduce: source_advantages(
@@ -223,9 +223,6 @@ def test_rewards_that_are_equal_on_each_rank_alone_still_carry_signal():
     h = 0.75 ** 0.5
     assert_rows(advantages(1, 0), [[h], [h], [-h], [-h]])
     assert torch.equal(advantages(1.8, 1.8), torch.zeros(4, 1))
-
-
-def test_a_group_never_asks_other_ranks():
     def reduce(tensor, op="sum"):
         raise AssertionError("a collective call for a group")
     for preset in PRESETS.values():
@@ -233,7 +230,7 @@ def test_a_group_never_asks_other_ranks():
             source_advantages(terminal_rewards([1, 0], torch.tensor([1, 1])), torch.tensor([0, 0]), 1, preset, reduce)
 
 
-def test_sources_may_have_a_preset_each():
+def test_sources_may_have_a_preset_each_and_merged_rewards_are_normalised_together():
     """Outcomes 1, 0 by rloo: 1 and -1. Steps 1/2, -1/2 | 1 by dr_grpo as by hand above: to go -2/3, -5/6 | 2/3."""
     sources = [(0.75, terminal_rewards([1, 0], torch.tensor([4, 4]))),
                (0.25, step_rewards([[1, 3], [2]], [[True, False], [True]], "cpu"))]
@@ -243,11 +240,8 @@ def test_sources_may_have_a_preset_each():
                 [[first, first, second, second], [-0.75 + 0.25 * 2 / 3] * 3 + [-0.75]])
     with pytest.raises(ValueError):
         blend(sources, GROUP, 4, presets[:1])
-
-
-def test_merged_rewards_are_normalised_together():
-    """Outcomes .5 and 0 at token 1; steps .25 .25 and .25 -.25 at tokens 0 and 1: mean 1/6. What stands at or after a
-    token: 1/3 + 1/12 + 1/12 and 1/3 + 1/12; -1/6 + 1/12 - 5/12 and -1/6 - 5/12."""
+    # Outcomes .5 and 0 at token 1; steps .25 .25 and .25 -.25 at tokens 0 and 1: mean 1/6. What stands at or after a
+    # token: 1/3 + 1/12 + 1/12 and 1/3 + 1/12; -1/6 + 1/12 - 5/12 and -1/6 - 5/12.
     sources = [(0.5, outcome_rewards([True, False], torch.tensor([2, 2]))),
                (0.5, step_rewards([[0, 1], [0, 1]], [[True, True], [True, False]], "cpu"))]
     assert_rows(merge(sources, GROUP, 2, PRESETS["dr_grpo"]), [[1 / 2, 5 / 12], [-1 / 2, -7 / 12]])

@@ -76,9 +76,6 @@ def test_what_was_written_after_a_solution_is_shown_with_its_advantages_and_its_
     assert [s["advantage"] for s in shown["steps"]] == [None, None] and shown["answer"] == [["=7", None]]
     assert (shown["reward"], shown["turns"], shown["facts"]) == (0.123456, [["critique", "no"]], {"weights": [1, 2]})
     assert card(ROLLOUT)["facts"] == {} and card(ROLLOUT)["turns"] == [] and "verification" not in shown
-
-
-def test_a_solution_of_a_role_of_another_name_is_its_own():
     plain = {**ROLLOUT, "role": "policy", "verification": None, "step_verdicts": None}
     assert [s["advantage"] for s in card(plain)["steps"]] == [0.5, -1.0]
     assert card({**ROLLOUT, "role": "policy"})["learned"] == "verification"

@@ -221,7 +221,7 @@ def logging(logged: dict) -> SimpleNamespace:
                            mean=lambda values: values)
 
 
-def test_the_variance_of_each_source_is_that_within_groups():
+def test_rewards_are_logged_by_group_with_the_variance_of_each_source_and_none_may_be_nan():
     """Group 7: 1, 0, 0, 0: variance (9/16 + 3/16) / 3 = 1/4; group 5 earns 1 and 1 of the outcome, and .2 and .6 of
     its steps: (.2^2 + .2^2) / 1 = .08. Of some True and False are left, of group 1 one: nothing varies."""
     found: dict = {}
@@ -233,10 +233,7 @@ def test_the_variance_of_each_source_is_that_within_groups():
     assert [found[f"variance/{name}"] for name in ("outcome", "some")] == [[0.25, 0.0], [0.5, 0.0]]
     assert found["variance/steps"] == pytest.approx([0.0, 0.08]) and found["zero_variance/steps"] == [T, F]
     assert found["zero_variance/outcome"] == found["zero_variance/some"] == [F, T]
-
-
-def test_rewards_are_logged_by_group_and_none_may_be_nan():
-    """Groups 1, 0 and 1, 1 and one that cannot be told: spread .5 and 0; the last two say nothing."""
+    # Groups 1, 0 and 1, 1 and one that cannot be told: spread .5 and 0; the last two say nothing.
     logged: dict = {}
     t = logging(logged)
     rollouts = SimpleNamespace(columns={}, group_id=torch.tensor([4, 4, 2, 2, 3]), lengths=torch.arange(5),

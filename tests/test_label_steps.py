@@ -315,7 +315,7 @@ GOOD = {"split": "rl", "index": 0, "prompt": "P", "solution": "1+1:2;=2"}
     (["--solutions", "there.jsonl"], [], ["there.jsonl", "no solutions"]),
     (["--solutions", "there.jsonl"], [GOOD, "{"], ["--solutions there.jsonl: line 2", "is no json"]),
     (["--solutions", "there.jsonl"], ["[1]"], ["there.jsonl: line 1", "is no json object with split"]),
-    (["--solutions", "there.jsonl"], [GOOD | {"index": True}], ["there.jsonl: line 1", "is no json object with split, index"]),
+    (["--solutions", "there.jsonl"], [GOOD | {"index": True}], ["there.jsonl: line 1", "is no json object"]),
     (["--solutions", "there.jsonl"], [GOOD | {"split": "dev"}], ["there.jsonl: line 1", "problem 0 of dev"]),
     (["--solutions", "there.jsonl"], [GOOD, GOOD | {"prompt": "1+1+1"}], ["line 2", "problem 0 of rl", "'1+1+1'"]),
     (["--solutions", "there.jsonl"], [GOOD | {"ids": [49, 50]}], ["line 1", "ids are not the tokens"]),

@@ -204,16 +204,13 @@ def test_tokens_without_a_sampler_show_no_difference_from_it():
             == pytest.approx(float((drawn.exp() - (drawn + 0.01).exp()).abs().mean()), rel=1e-3))
 
 
-def test_every_skipped_update_of_a_batch_is_counted(monkeypatch):
+def test_every_skipped_update_is_counted_and_a_rate_decays_by_the_updates_of_its_own_role(monkeypatch):
     t, results = play_of(generator=tiny_model()), iter([1, 0])
     monkeypatch.setattr(updates, "update", lambda *args, **options: {
         "loss": 0.0, "skipped": next(results), **dict.fromkeys(GAPS)})
     assert apply_update(t, Update("generator", [(rollouts_of(), torch.ones(4, 5))], num_updates=2))["skipped"] == 1
     assert t.state.skipped_in_a_row == {"generator": 1} and t.steps["generator"] == 1
-
-
-def test_a_rate_decays_by_the_updates_of_its_own_role(monkeypatch):
-    """linear: 1 at a role's first update, .1 at its last: the generator has 10, the verifier 3."""
+    # linear: 1 at a role's first update, .1 at its last: the generator has 10, the verifier 3.
     t, rates = play_of(generator=tiny_model(), verifier=tiny_model()), []
     t.args.lr_schedule, t.totals = "linear", {"generator": 10, "verifier": 3}
     monkeypatch.setattr(updates, "update", lambda role, *args, lr, **options: rates.append(round(lr, 6)) or {
@@ -378,7 +375,7 @@ def test_a_memory_that_would_not_come_back_as_it_is_is_refused():
             check_memory({"x": value})
 
 
-def test_evaluations_take_no_problem_from_training():
+def test_an_evaluation_takes_no_problem_from_training_and_has_the_limit_of_what_it_asks_for():
     t = play_of(generator=tiny_model())
     t.sampler.task = SimpleNamespace(name="numbers", problem=lambda split, index: Problem(split, index, "1+1", "2"))
     drawn = lambda *args: [problem.index for problem in t.problems(*args)]
@@ -386,10 +383,7 @@ def test_evaluations_take_no_problem_from_training():
     assert drawn() == drawn() == [0, 1] and t.num_drawn == 0
     t.evaluating = False
     assert drawn() == [0, 1] and drawn(3) == [2, 3, 4] and t.num_drawn == 5
-
-
-def test_an_evaluation_has_the_limit_of_what_it_asks_for():
-    """Of its draw where that is declared, else of the draws with such prompts, else of all of the role's."""
+    # Of its draw where that is declared, else of the draws with such prompts, else of all of the role's.
     t = play_of(generator=tiny_model())
     t.draws = {"solutions": Draw("generator", 4, 2, 8), "second": Draw("generator", 4, 2, 6, wrap=refine_prompt),
                "judge": Draw("generator", 4, 2, 12, wrap=empty_verifier_prompt), "theirs": Draw("verifier", 4, 2, 20)}

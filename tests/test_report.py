@@ -151,15 +151,12 @@ def test_the_height_of_a_curve_between_its_points(x, expected):
 
 # Runs of any recipe, and of older versions
 
-def test_an_older_run_says_the_same(tmp_path):
+def test_an_older_run_says_the_same_and_one_without_a_verifier_stands_at_its_step_0(tmp_path):
     same = ("chain-tango-s0", 0, [0.1, 0.3, 0.5], [0.7, 0.8, 0.9])
     new, old = (read_run(make_run(tmp_path / part, *same, is_old=part == "old")) for part in ("new", "old"))
     assert "starts" not in old.config and "steps" not in old.summary and "steps" in new.summary
     assert old.points == new.points and old.roles == new.roles == ["generator", "verifier"]
     assert tidy([old]) == tidy([new]) and health(old) == health(new)
-
-
-def test_a_run_without_a_verifier_stands_at_its_step_0(tmp_path):
     scores = {"gen/pass1_in": 0.1}, {"gen/pass1_in": 0.3}
     run = read_run(make_other_run(tmp_path, "chain-grpo-s0", ("generator",), *scores, "grpo"))
     of = lambda point: (point["gen_step"], point["ver_step"], point["gen/pass1_in"])
@@ -197,16 +194,13 @@ def test_scores_that_the_report_does_not_know_and_what_a_recipe_shows_are_drawn(
     assert rows["prm/margin"] == (0.5, 18.5) and rows["without_update"] == (0, 1) and "prm/auc" not in rows
 
 
-def test_what_a_recipe_of_the_repository_shows_is_drawn(tmp_path):
+def test_what_a_recipe_shows_is_drawn_and_the_first_role_solves_where_none_is_called_generator(tmp_path):
     path = tmp_path / "runs" / "chain-tango-s0" / "config.json"
     folder = make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.2])
     path.write_text(json.dumps({**json.loads(path.read_text()), "shown": ["gen/alpha", "ver/step_f1"]}))
     run = read_run(folder)
     assert {"gen/alpha", "ver/step_f1"} <= run.points[-1].keys()
     assert {metric for metric, _, _ in panels_of([run])} <= EVALS.keys() | INDICATORS.keys()  # it logged none of them
-
-
-def test_the_first_role_solves_where_none_is_called_generator(tmp_path):
     scores = {"pol/pass1_in": 0.1}, {"pol/pass1_in": 0.5}
     own = read_run(make_other_run(tmp_path, "chain-own-s0", ("policy", "value"), *scores))
     assert [(p["gen_step"], p["gen/pass1_in"]) for p in own.points] == [(0, 0.1), (10, 0.3), (20, 0.5)]
@@ -227,7 +221,7 @@ def test_a_recipe_without_an_accuracy_is_reported_without_one(tmp_path, capsys):
 
 # Runs together
 
-def test_arms_are_compared_seed_by_seed(experiment):
+def test_arms_are_compared_seed_by_seed(experiment, tmp_path):
     rows = {row["arm"]: row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()])}
     assert list(rows) == ["tango", "grpo", "gold_steps"]
     tango, gold = rows["tango"], rows["gold_steps"]
@@ -243,9 +237,6 @@ def test_arms_are_compared_seed_by_seed(experiment):
     assert rows["grpo"]["at_equal_tokens"] == rows["grpo"]["final"]
     assert cells(tango)[4:] == ["31.9 ± 6.2", "+18.8 ± 47.6", "+9.4 ± 23.8", "0.57", "1.71", "24.6 ± 4.1", "75%", "75%",
                                 "70.0 -> 90.0", "70.0 -> 90.0"]
-
-
-def test_a_table_of_single_seeds_says_so(experiment, tmp_path):
     first = [read_run(str(f)) for f in (experiment / "runs").iterdir() if f.name.endswith("s0")]
     assert "One seed: differences have no interval" in markdown_table(compare(first))
     assert "One seed" not in markdown_table(compare([read_run(str(f)) for f in (experiment / "runs").iterdir()]))
@@ -270,14 +261,11 @@ def test_what_an_arm_has_not_got_is_counted_not_guessed(experiment):
     assert cells(tango)[1] == "3" and cells(tango)[5].endswith(" (2 pairs)")
 
 
-def test_a_baseline_that_learned_nothing_gives_no_ratio(tmp_path):
+def test_a_baseline_that_learned_nothing_gives_no_ratio_and_the_same_arm_and_seed_twice_is_bad_input(tmp_path):
     runs = [read_run(make_run(tmp_path, f"chain-{arm}-s0", 0, ys))
             for arm, ys in (("grpo", [0.3, 0.2, 0.3]), ("tango", [0.3, 0.4, 0.5]))]
     rows = {row["arm"]: row for row in compare(runs)}
     assert rows["tango"]["steps_ratio"] == [] and cells(rows["tango"])[7] == "-"
-
-
-def test_the_same_arm_and_seed_twice_is_bad_input(tmp_path):
     runs = [read_run(make_run(tmp_path / part, "chain-tango-s0", 0, [0.1, 0.2])) for part in ("a", "b")]
     with pytest.raises(BadInput, match="task chain: two runs"):
         compare(runs)
@@ -477,15 +465,12 @@ def test_a_damaged_run_is_shown_or_refused_in_one_line_that_names_the_file(tmp_p
     assert number_shown > 10 and number_refused > 50
 
 
-def test_scores_of_a_run_are_its_first_and_last_evaluation(tmp_path):
+def test_scores_are_the_first_and_last_evaluation_and_columns_that_say_nothing_are_left_out(tmp_path):
     folder, so_far = under_way(tmp_path, 11)
     rows = {name: rest for name, *rest in scores_of(read_run(str(folder), so_far))}
     assert rows["generator pass@1, in distribution"] == ["10.0%", "30.0%", "+20.0"]
     assert rows["verifier balanced accuracy, fixed solutions"] == ["70.0%", "80.0%", "+10.0"]
     assert "steps per solution" not in rows
-
-
-def test_columns_that_say_nothing_are_left_out(tmp_path):
     rows = compare([read_run(make_run(tmp_path, "chain-own-s0", 0, [0.1, 0.2, 0.3]))])
     columns, table = filled(COLUMNS, [cells(row) for row in rows])
     assert columns == ["arm", "seeds", "final", "longer", "mean height"]
@@ -520,21 +505,15 @@ def test_the_script_writes_csv_picture_and_page(experiment, capsys):
             and "6 runs, 9 minutes one after the other; commit None; torch 2; world None" in printed)
 
 
-def test_a_run_whose_name_says_another_seed_is_told(experiment, capsys):
+def test_a_single_run_is_reported_in_its_own_folder(experiment, capsys, monkeypatch):
     make_run(experiment, "chain-tango-s7", 2, [0.1, 0.2, 0.3])
     for names in (["chain-tango-s7"], ["chain-tango-s0"]):
         script_main(report.main, report.make_parser(), names)
     assert capsys.readouterr().out.count("chain-tango-s7 has seed 2, not the one that its name says") == 1
-
-
-def test_a_single_run_is_reported_in_its_own_folder(experiment, capsys):
     script_main(report.main, report.make_parser(), ["chain-tango-s0"])
     assert {"curves.csv", "curves.png", "report.html"} <= {f.name
                                                            for f in (experiment / "runs" / "chain-tango-s0").iterdir()}
     assert "report.html (" in capsys.readouterr().out
-
-
-def test_the_folder_that_one_is_in_is_a_run_with_its_name(experiment, capsys, monkeypatch):
     monkeypatch.chdir(experiment / "runs" / "chain-tango-s0")
     script_main(report.main, report.make_parser(), ["."])
     with open("curves.csv") as f:
@@ -544,13 +523,16 @@ def test_the_folder_that_one_is_in_is_a_run_with_its_name(experiment, capsys, mo
     assert read_run(f"{linked}/").arm == "linked"
 
 
-def test_a_file_is_no_run(experiment, capsys):
+def test_a_file_is_no_run_and_several_need_a_folder(experiment, capsys):
     path = experiment / "notes.txt"
     path.touch()
     with pytest.raises(SystemExit) as stop:
         script_main(report.main, report.make_parser(), [str(path)])
     assert stop.value.code == 2
     assert capsys.readouterr().err == f"error: {path}: neither a folder nor a run ({path})\n"
+    with pytest.raises(SystemExit) as stop:
+        script_main(report.main, report.make_parser(), ["chain-tango-s0", "chain-grpo-s0"])
+    assert stop.value.code == 2 and "--out" in capsys.readouterr().err
 
 
 def test_curves_are_drawn_whatever_backend_the_environment_names(experiment):
@@ -590,9 +572,3 @@ def test_what_is_no_finished_run_is_one_line_and_nothing_is_written(experiment, 
     line = capsys.readouterr().err.strip()
     assert stop.value.code == 2 and "\n" not in line and all(word in line for word in words)
     assert not (experiment / "out").exists()
-
-
-def test_several_runs_need_a_folder(experiment, capsys):
-    with pytest.raises(SystemExit) as stop:
-        script_main(report.main, report.make_parser(), ["chain-tango-s0", "chain-grpo-s0"])
-    assert stop.value.code == 2 and "--out" in capsys.readouterr().err

@@ -125,16 +125,13 @@ def test_sharing_all_layers_gives_the_generators_hidden_states_and_loading_write
     assert verifier.transformer.wte.weight is generator.transformer.wte.weight
 
 
-def test_a_number_of_layers_out_of_range_or_models_of_different_shape_are_refused():
+def test_layers_out_of_range_models_of_different_shape_and_another_trunk_are_refused():
     for num_layers in (-1, N_LAYER + 1):
         with pytest.raises(BadInput, match=f"--verifier-shared-layers {num_layers}.* {N_LAYER} layers"):
             share_layers(tiny_model(0), tiny_model(1), num_layers)
     with pytest.raises(BadInput, match="differ in shape"):
         share_layers(tiny_model(0, n_embd=64), tiny_model(1), 1)
     assert len(share_layers(tiny_model(0, n_embd=64), tiny_model(1), 0)) == len(list(tiny_model().parameters()))
-
-
-def test_a_verifier_of_another_trunk_is_refused_by_name():
     generator, verifier = tiny_model(0), tiny_model(0)
     for name in ("transformer.h.2.mlp.c_fc.weight", "value_embeds.3.weight", "lm_head.weight", "backout_lambda"):
         verifier.get_parameter(name).data += 1
@@ -170,19 +167,14 @@ def test_a_reference_is_frozen_and_stays_after():
     assert all(torch.equal(p, before[name]) for name, p in reference.named_parameters())
 
 
-def frozen_and_wide(sft_base, monkeypatch):
-    """A generator that is not trained, as a run in bf16 loads it, and the same with fp32 weights."""
+def test_a_frozen_role_in_bf16_does_what_fp32_weights_do_and_is_saved_as_it_was_loaded(sft_base, monkeypatch):
+    """Hidden states and logprobs to the bit, at half the memory."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(sft_base))
     args = parse(tango_rl, rl_flags("--recipe", "fixed_generator"))
     complete_args(args, fixed_generator.ROLES)
     starts = find_starts(args, fixed_generator.ROLES)
     roles = load_roles(args, fixed_generator.ROLES, starts, torch.device("cpu"), torch.bfloat16)
-    return roles["generator"], load_model("sft", "tiny", "cpu", torch.bfloat16)[0], roles["verifier"]
-
-
-def test_a_frozen_role_in_bf16_does_what_fp32_weights_do(sft_base, monkeypatch):
-    """Hidden states and logprobs to the bit, at half the memory."""
-    role, wide, trained = frozen_and_wide(sft_base, monkeypatch)
+    role, trained, wide = roles["generator"], roles["verifier"], load_model("sft", "tiny", "cpu", torch.bfloat16)[0]
     assert {p.dtype for p in role.model.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in (*wide.parameters(), *trained.model.parameters())} == {torch.float32}
     ids = torch.randint(wide.vocab_size, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -192,10 +184,6 @@ def test_a_frozen_role_in_bf16_does_what_fp32_weights_do(sft_base, monkeypatch):
                 for model in (role.model, wide)]
     assert torch.equal(*logprobs)
     assert {p.dtype for p in trained.reference.parameters()} == {torch.bfloat16}
-
-
-def test_a_frozen_role_is_saved_as_exactly_as_it_was_loaded(sft_base, monkeypatch):
-    role, wide, trained = frozen_and_wide(sft_base, monkeypatch)
     saved, start = weights_to_save(role, True), wide.state_dict()
     assert saved.keys() == start.keys() and all(torch.equal(saved[name], p) for name, p in start.items())
     assert any(not torch.equal(p, role.model.state_dict()[name].float()) for name, p in start.items())
