@@ -35,6 +35,8 @@ def min_step(verdicts: list[bool | None], step_verdicts: list[list[bool | None]]
 SCORES = {"final": final_share, "steps": step_share, "min_step": min_step}
 
 
+# Choosing among n solutions
+
 def best_of_n(scores: list[float], tie_breaks: list[float]) -> int:
     """The solution with the highest score (Cobbe et al. 2021); ties go to the higher tie break, then the earliest."""
     return max(range(len(scores)), key=lambda i: (scores[i], tie_breaks[i], -i))

@@ -165,6 +165,8 @@ class Play:
         return numbered(self.each(lambda pair: Prompt(
             quoting_prompt(self.tokenizer, self.task.fmt, pair[0].prompt, template, **pair[1]), pair[0]), pairs))
 
+    # Sampling
+
     def sample(self, draw: str, prompts: list[Prompt], num_samples: int | None = None, *, role: str = "",
                greedy: bool = False, tool: Tool | None = None, wrap: Callable | None = None) -> Rollouts:
         """Completions of each prompt, by the draw of this name that the recipe declares: from its role, as many of each
@@ -246,6 +248,8 @@ class Play:
             raise BadInput(f"the recipe samples {num_prompts} x {num_samples} of {role} as {name!r}, and its "
                            f"draws() declare {draw or 'no such name'}")
         return draw.max_new_tokens
+
+    # Reading
 
     def check(self, rollouts: Rollouts) -> list[bool | None]:
         """The outcome of each solution by the task's gold check; None where it cannot be scored."""

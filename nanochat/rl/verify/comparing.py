@@ -168,6 +168,8 @@ def learn_to_judge(t: Play, rollouts: Rollouts, rewards: list[float]):
     yield Update("verifier", [(rollouts, advantages)])
 
 
+# Held out
+
 def held_out_candidates(t: Play, num: int, split: str) -> list[Candidates]:
     """The candidates of a test split, over all ranks. They are drawn once, as the generator does not learn."""
     kept = t.memory.setdefault("held_out", {})
