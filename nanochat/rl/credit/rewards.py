@@ -55,8 +55,7 @@ def at_step_ends(step_ends: list[list[int]], values: list[list[float] | None], d
 
 def keep_groups(outcomes: list[bool | None], group_id: list[int], low: float, high: float) -> list[int]:
     """The rollouts with an outcome whose group's accuracy over such rollouts is from low to high."""
-    inside = {g for g, known in grouped(group_id, outcomes).items()
-              if known and low <= sum(known) / len(known) <= high}
+    inside = {g for g, known in grouped(group_id, outcomes).items() if known and low <= sum(known) / len(known) <= high}
     return [n for n, outcome in enumerate(outcomes) if outcome is not None and group_id[n] in inside]
 
 

@@ -134,5 +134,4 @@ def check_shared(generator: GPT | Decoder, verifier: GPT | Decoder, num_layers: 
     for name in shared_names(verifier, num_layers):
         if not torch.equal(generator.get_parameter(name), verifier.get_parameter(name)):
             raise BadInput(f"--verifier-shared-layers {num_layers}: {name} of verifier {tag} is not the generator's; "
-                           f"train both roles into one checkpoint with chat_sft --role both, or the verifier on the "
-                           f"generator's layers with chat_sft --role verifier --verifier-shared-layers {num_layers}")
+                           f"train both with chat_sft --role both, or the verifier with --verifier-shared-layers")

@@ -204,5 +204,4 @@ def check_same_weights(roles: dict[str, Role], step: int) -> None:
         for (parameter, _), differs in zip(role.model.named_parameters(), (largest != least).tolist(), strict=True):
             if differs:
                 raise Diverged(f"step {step}: the weights of the {name} are no longer the same on all ranks "
-                               f"({parameter}); go on from a checkpoint, and look for a rank whose hardware or "
-                               f"libraries differ from the others'")
+                               f"({parameter}); go on from a checkpoint, and look for a rank that differs")

@@ -74,8 +74,7 @@ def scores_of_pair(t: Play, generator: str = "generator", verifier: str = "verif
     """pass@1 of a generator, and <score>_{fixed,fixed_out,current} of a verifier. fixed: on solutions that the starting
     generator sampled, the same in the whole run; current: on those that the present one samples in distribution."""
     if "fixed_solutions" not in t.memory:
-        t.memory["fixed_solutions"] = {split: kept(sampled_solutions(t, generator, split, "fixed"))
-                                       for split in SPLITS}
+        t.memory["fixed_solutions"] = {split: kept(sampled_solutions(t, generator, split, "fixed")) for split in SPLITS}
     fixed, scores = {split: cut(rows) for split, rows in t.memory["fixed_solutions"].items()}, pass_at_1(t, generator)
     judged = {"fixed": ("test_in", fixed["test_in"]), "fixed_out": ("test_out", fixed["test_out"]),
               "current": ("test_in", sampled_solutions(t, generator, "test_in", "current"))}

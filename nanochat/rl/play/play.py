@@ -216,9 +216,8 @@ class Play:
         rows = [[*self.tokenizer.encode(c), end] if isinstance(c, str) else c for c in completions]
         for prompt, row in zip(prompts, rows, strict=True):
             if len(prompt.ids) + len(row) > context:
-                raise BadInput(f"a given completion of {len(row)} tokens after a prompt of {len(prompt.ids)}, of "
-                               f"problem {prompt.problem.index} of {prompt.problem.split} "
-                               f"({prompt.problem.prompt[:40]!r}): the {role}'s context is {context}")
+                raise BadInput(f"a given completion of {len(row)} tokens after a prompt of {len(prompt.ids)}, for "
+                               f"{prompt.problem.prompt[:40]!r}: the {role}'s context is {context}")
         tokens = padded(rows, device=self.device)
         stopped = [row[-1] in self.tokenizer.stop_tokens for row in rows]
         unknown = torch.full(tokens.shape, float("nan"), device=self.device)

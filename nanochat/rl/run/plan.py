@@ -64,8 +64,7 @@ def check_plan(plan: dict, device: torch.device) -> None:
     limit, phase = machine_memory(device), max(plan["phases"], key=plan["phases"].get)
     if plan["peak"] > limit:
         raise BadInput(f"this needs {plan['peak'] / 1e9:,.1f} GB per rank, most while {phase}; there are "
-                       f"{limit / 1e9:,.1f} GB. --dry-run shows the plan; see --micro-batch-tokens, --max-rows, "
-                       f"--max-new-tokens and --shard")
+                       f"{limit / 1e9:,.1f} GB. See --dry-run, --micro-batch-tokens, --max-rows and --shard")
 
 
 def show_plan(plan: dict, limit_gb: float | None) -> list[str]:
@@ -209,8 +208,7 @@ def prompt_lengths(tokenizer, fmt, problems: list[str]) -> tuple[Callable, Calla
 def plan_of(configs: dict[str, Config], held: dict[str, Held], draws: list[PlannedDraw], setting: Setting) -> dict:
     """`memory_plan` of a run: of a micro-batch no more tokens than a draw has."""
     most = max(-(-d.prompts // setting.ranks) * (d.prompt_tokens + d.samples * d.new_tokens) for d in draws)
-    return memory_plan(configs, held, draws,
-                       replace(setting, micro_batch_tokens=min(setting.micro_batch_tokens, most)))
+    return memory_plan(configs, held, draws, replace(setting, micro_batch_tokens=min(setting.micro_batch_tokens, most)))
 
 
 def describe_run(args, configs: dict[str, Config], held: dict[str, Held], draws: dict, totals: dict[str, int],

@@ -184,8 +184,7 @@ def judge_draws(args, judge: str, num_problems: int, num_samples: int, times: in
 
 
 def add_judge_args(group) -> None:
-    group.add_argument("--verifications", type=at_least(1), default=1,
-                       help="of a solution, for judges that write them")
+    group.add_argument("--verifications", type=at_least(1), default=1, help="of a solution, for judges that write them")
     group.add_argument("--prm-aggregate", default="min", choices=list(AGGREGATES),
                        help="what the steps' chances make of a solution's")
 

@@ -66,8 +66,7 @@ def forced(t: Play, role: str, prompts: list[Prompt], marks: tuple[str, str],
              for n, tokens in enumerate(rollouts.completions())]
     if unread := [n for n, spot in spots if spot is None]:
         raise BadInput(f"format {fmt.name}: in {texts[unread[0]]!r} this tokenizer writes "
-                       f"{marks[0 if first[unread[0]] else 1]!r} in other tokens than by itself, so its chance cannot "
-                       f"be read")
+                       f"{marks[0 if first[unread[0]] else 1]!r} in other tokens than by itself")
     return rollouts, spots
 
 
