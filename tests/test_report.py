@@ -17,7 +17,7 @@ from nanochat.common import BadInput
 from nanochat.rl.report import cards
 from nanochat.rl.report.page import (axes_of, axis_of, health, mean_curve, panels_of, scale_of, scores_of, write_page,
                                      write_run_page)
-from nanochat.rl.report.report import (COLUMNS, EVALS, INDICATORS, area_under, cells, compare, evaluated, filled,
+from nanochat.rl.report.report import (COLUMNS, EVALS, INDICATORS, Run, area_under, cells, compare, evaluated, filled,
                                        first_reach, height_at, interval, markdown_table, read_run, recovered, tidy)
 from nanochat.storage.files import read_records
 from scripts import report
@@ -54,6 +54,28 @@ def make_run(base, name: str, seed: int, accuracies: list[float], step_f1: list[
               {"seed": seed, "minutes": 1.5, "before": scores[0], "after": scores[-1], **counted, **end},
               records + judged, rollouts)
     return str(folder)
+
+
+def made(*args, **flags) -> Run:
+    """A run of `make_run`, read."""
+    return read_run(make_run(*args, **flags))
+
+
+def rows_of(base) -> dict[str, dict]:
+    """The comparison of all runs in a folder, by arm."""
+    return {row["arm"]: row for row in compare([read_run(str(f)) for f in (base / "runs").iterdir()])}
+
+
+def report_on(*args: str) -> None:
+    script_main(report.main, report.make_parser(), list(args))
+
+
+def refusal(capsys, *args: str) -> str:
+    """What the script says to input that it refuses."""
+    with pytest.raises(SystemExit) as stop:
+        report_on(*args)
+    assert stop.value.code == 2
+    return capsys.readouterr().err.strip()
 
 
 def write_run(folder, config: dict, summary: dict, records: list[dict], rollouts=()) -> None:
@@ -153,7 +175,7 @@ def test_the_height_of_a_curve_between_its_points(x, expected):
 
 def test_an_older_run_says_the_same_and_one_without_a_verifier_stands_at_its_step_0(tmp_path):
     same = ("chain-tango-s0", 0, [0.1, 0.3, 0.5], [0.7, 0.8, 0.9])
-    new, old = (read_run(make_run(tmp_path / part, *same, is_old=part == "old")) for part in ("new", "old"))
+    new, old = (made(tmp_path / part, *same, is_old=part == "old") for part in ("new", "old"))
     assert "starts" not in old.config and "steps" not in old.summary and "steps" in new.summary
     assert old.points == new.points and old.roles == new.roles == ["generator", "verifier"]
     assert tidy([old]) == tidy([new]) and health(old) == health(new)
@@ -161,7 +183,7 @@ def test_an_older_run_says_the_same_and_one_without_a_verifier_stands_at_its_ste
     run = read_run(make_other_run(tmp_path, "chain-grpo-s0", ("generator",), *scores, "grpo"))
     of = lambda point: (point["gen_step"], point["ver_step"], point["gen/pass1_in"])
     assert [of(point) for point in run.points] == [(0, 0, 0.1), (10, 0, 0.2), (20, 0, 0.3)]
-    old = read_run(make_run(tmp_path, "chain-grpo-s1", 1, [0.3, 0.4, 0.5], is_old=True))
+    old = made(tmp_path, "chain-grpo-s1", 1, [0.3, 0.4, 0.5], is_old=True)
     assert list(run.points[0])[:2] == list(old.points[0])[:2] == ["gen_step", "ver_step"]
 
 
@@ -205,7 +227,7 @@ def test_what_a_recipe_shows_is_drawn_and_the_first_role_solves_where_none_is_ca
     own = read_run(make_other_run(tmp_path, "chain-own-s0", ("policy", "value"), *scores))
     assert [(p["gen_step"], p["gen/pass1_in"]) for p in own.points] == [(0, 0.1), (10, 0.3), (20, 0.5)]
     assert axes_of([own])["gen_step"] == "policy step"
-    grpo = read_run(make_run(tmp_path, "chain-grpo-s0", 0, [0.1, 0.2, 0.3]))
+    grpo = made(tmp_path, "chain-grpo-s0", 0, [0.1, 0.2, 0.3])
     row = next(row for row in compare([own, grpo]) if row["arm"] == "own")
     assert row["final_gain"] == pytest.approx([0.2]) and row["steps_ratio"] == pytest.approx([0.5])
 
@@ -215,14 +237,14 @@ def test_a_recipe_without_an_accuracy_is_reported_without_one(tmp_path, capsys):
     grpo = make_run(tmp_path, "chain-grpo-s0", 0, [0.1, 0.2, 0.3])
     row = next(row for row in compare([read_run(folder), read_run(grpo)]) if row["arm"] == "own")
     assert [text for text in cells(row)[2:7]] == ["-"] * 5
-    script_main(report.main, report.make_parser(), [folder])
-    script_main(report.main, report.make_parser(), [make_other_run(tmp_path, "blind", ("judge",), {}, {})])
+    report_on(folder)
+    report_on(make_other_run(tmp_path, "blind", ("judge",), {}, {}))
 
 
 # Runs together
 
 def test_arms_are_compared_seed_by_seed(experiment, tmp_path):
-    rows = {row["arm"]: row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()])}
+    rows = rows_of(experiment)
     assert list(rows) == ["tango", "grpo", "gold_steps"]
     tango, gold = rows["tango"], rows["gold_steps"]
     assert sorted(tango["final_gain"]) == pytest.approx([0.15, 0.225])
@@ -239,48 +261,46 @@ def test_arms_are_compared_seed_by_seed(experiment, tmp_path):
                                 "70.0 -> 90.0", "70.0 -> 90.0"]
     first = [read_run(str(f)) for f in (experiment / "runs").iterdir() if f.name.endswith("s0")]
     assert "One seed: differences have no interval" in markdown_table(compare(first))
-    assert "One seed" not in markdown_table(compare([read_run(str(f)) for f in (experiment / "runs").iterdir()]))
-    assert "| oracle's" in markdown_table(compare([read_run(str(f)) for f in (experiment / "runs").iterdir()]))
+    assert "One seed" not in markdown_table(list(rows_of(experiment).values()))
+    assert "| oracle's" in markdown_table(list(rows_of(experiment).values()))
 
 
 def test_what_an_arm_has_not_got_is_counted_not_guessed(experiment):
     make_run(experiment, "chain-slow-s0", 0, [0.1, 0.1, 0.2])
     make_run(experiment, "chain-slow-s1", 1, [0.1, 0.4, 0.4])
-    rows = {row["arm"]: row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()])}
+    rows = rows_of(experiment)
     assert cells(rows["slow"])[7] == "0.50 (1 of 2 never)"
     assert "| slow |" in markdown_table(list(rows.values()))
     make_run(experiment, "chain-thrifty-s0", 0, [0.1, 0.2, 0.3], tokens_per_step=50)
     make_run(experiment, "chain-thrifty-s1", 1, [0.1, 0.2, 0.4])
-    rows = {row["arm"]: row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()])}
+    rows = rows_of(experiment)
     assert cells(rows["thrifty"])[COLUMNS.index("final at GRPO's tokens")] == "40.0 (1 of 2 ended before)"
     make_run(experiment, "chain-tango-s2", 2, [0.1, 0.9, 0.9])
-    tango = next(row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()])
-                 if row["arm"] == "tango")
+    tango = rows_of(experiment)["tango"]
     assert (sorted(tango["final_gain"]) == pytest.approx([0.15, 0.225])
             and tango["final_recovered"] == pytest.approx(0.75))
     assert cells(tango)[1] == "3" and cells(tango)[5].endswith(" (2 pairs)")
 
 
 def test_a_baseline_that_learned_nothing_gives_no_ratio_and_the_same_arm_and_seed_twice_is_bad_input(tmp_path):
-    runs = [read_run(make_run(tmp_path, f"chain-{arm}-s0", 0, ys))
+    runs = [made(tmp_path, f"chain-{arm}-s0", 0, ys)
             for arm, ys in (("grpo", [0.3, 0.2, 0.3]), ("tango", [0.3, 0.4, 0.5]))]
     rows = {row["arm"]: row for row in compare(runs)}
     assert rows["tango"]["steps_ratio"] == [] and cells(rows["tango"])[7] == "-"
-    runs = [read_run(make_run(tmp_path / part, "chain-tango-s0", 0, [0.1, 0.2])) for part in ("a", "b")]
+    runs = [made(tmp_path / part, "chain-tango-s0", 0, [0.1, 0.2]) for part in ("a", "b")]
     with pytest.raises(BadInput, match="task chain: two runs"):
         compare(runs)
 
 
 def test_pairs_that_differ_in_what_must_be_the_same_are_bad_input(tmp_path):
-    grpo = read_run(make_run(tmp_path, "chain-grpo-s0", 0, [0.1, 0.2]))
+    grpo = made(tmp_path, "chain-grpo-s0", 0, [0.1, 0.2])
     for flag, value in (("num_steps", 40), ("chain_share", 0.5), ("eval_examples", 7), ("model_tag", "other")):
-        tango = read_run(make_run(tmp_path / flag, "chain-tango-s0", 0, [0.1, 0.2], **{flag: value}))
+        tango = made(tmp_path / flag, "chain-tango-s0", 0, [0.1, 0.2], **{flag: value})
         with pytest.raises(BadInput,
                            match=f"chain-tango-s0 and chain-grpo-s0 cannot be compared: --{flag.replace('_', '-')} "
                                  f"{value} and None"):
             compare([grpo, tango])
-    fixed = read_run(make_run(tmp_path, "chain-fixed_generator-s0", 0, [0.1, 0.1], num_steps=40,
-                              recipe="fixed_generator"))
+    fixed = made(tmp_path, "chain-fixed_generator-s0", 0, [0.1, 0.1], num_steps=40, recipe="fixed_generator")
     assert [row["arm"] for row in compare([grpo, fixed])] == ["grpo", "fixed_generator"]  # its steps are another role's
 
 
@@ -288,7 +308,7 @@ def test_pairs_that_differ_in_what_must_be_the_same_are_bad_input(tmp_path):
     ("problems", {"problems": 1}), ("texts of problems", {"texts": 1}),
     ("starting models", {"starts": {"generator": {"tag": "d4", "step": 1, "fingerprint": 1}}})])
 def test_pairs_that_differ_in_what_no_flag_says_are_bad_input(tmp_path, what, change):
-    runs = [read_run(make_run(tmp_path, f"chain-{arm}-s0", 0, [0.1, 0.2])) for arm in ("grpo", "tango")]
+    runs = [made(tmp_path, f"chain-{arm}-s0", 0, [0.1, 0.2]) for arm in ("grpo", "tango")]
     compare(runs)  # of an older version, which did not say
     runs[0].config |= json.loads(json.dumps(change))
     compare(runs)
@@ -300,7 +320,7 @@ def test_pairs_that_differ_in_what_no_flag_says_are_bad_input(tmp_path, what, ch
 
 
 def test_two_texts_of_a_recipe_in_one_arm_are_told(tmp_path, capsys):
-    runs = [read_run(make_run(tmp_path, f"chain-tango-s{seed}", seed, [0.1, 0.2])) for seed in range(2)]
+    runs = [made(tmp_path, f"chain-tango-s{seed}", seed, [0.1, 0.2]) for seed in range(2)]
     for marks, words in (((None, 2), ""), ((2, 2), ""), ((1, 2), "WARNING: runs chain-tango-s1 and chain-tango-s0 of")):
         for run, mark in zip(runs, marks, strict=True):
             run.config["recipe_mark"] = mark
@@ -309,23 +329,23 @@ def test_two_texts_of_a_recipe_in_one_arm_are_told(tmp_path, capsys):
 
 
 def test_seeds_of_one_arm_have_the_same_flags_and_all_runs_the_same_evaluation(tmp_path):
-    first = read_run(make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.2], lr=1e-4, model_tag="a"))
+    first = made(tmp_path, "chain-tango-s0", 0, [0.1, 0.2], lr=1e-4, model_tag="a")
     for flag, value, others in (("lr", 1e-5, {"model_tag": "b"}), ("eval_every", 5, {"lr": 1e-4})):
-        second = read_run(make_run(tmp_path / flag, "chain-tango-s1", 1, [0.1, 0.2], **{flag: value, **others}))
+        second = made(tmp_path / flag, "chain-tango-s1", 1, [0.1, 0.2], **{flag: value, **others})
         with pytest.raises(BadInput,
                            match=f"chain-tango-s1 and chain-tango-s0 cannot be compared: --{flag.replace('_', '-')} "
                                  f"{value} and"):
             compare([first, second])
-    compare([first, read_run(make_run(tmp_path / "same", "chain-tango-s1", 1, [0.1, 0.2], lr=1e-4, model_tag="b"))])
+    compare([first, made(tmp_path / "same", "chain-tango-s1", 1, [0.1, 0.2], lr=1e-4, model_tag="b")])
 
 
 def test_flags_of_other_recipes_and_checkpoints_of_other_roles_do_not_keep_runs_apart(tmp_path):
-    grpo = read_run(make_run(tmp_path, "chain-grpo-s0", 0, [0.1, 0.2], recipe="grpo"))
+    grpo = made(tmp_path, "chain-grpo-s0", 0, [0.1, 0.2], recipe="grpo")
     flags = dict(recipe="own.py", verifier_max_new_tokens=50, margin=0.5)
-    first, second = (read_run(make_run(tmp_path, f"chain-own-s{seed}", seed, [0.1, 0.2], prm_tag=f"d4-{seed}", **flags))
+    first, second = (made(tmp_path, f"chain-own-s{seed}", seed, [0.1, 0.2], prm_tag=f"d4-{seed}", **flags)
                      for seed in (0, 1))
     assert [row["arm"] for row in compare([grpo, first, second])] == ["grpo", "own"]
-    tango = read_run(make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.2], verifier_max_new_tokens=60))
+    tango = made(tmp_path, "chain-tango-s0", 0, [0.1, 0.2], verifier_max_new_tokens=60)
     with pytest.raises(BadInput, match="--verifier-max-new-tokens 60 and 50"):
         compare([first, tango])
 
@@ -333,23 +353,21 @@ def test_flags_of_other_recipes_and_checkpoints_of_other_roles_do_not_keep_runs_
 def test_what_cannot_be_written_is_one_line(experiment, capsys):
     (experiment / "out" / "report.html").mkdir(parents=True)
     with pytest.raises(SystemExit) as stop:
-        script_main(report.main, report.make_parser(), ["--out", str(experiment / "out"), "chain-tango-s0"])
+        report_on("--out", str(experiment / "out"), "chain-tango-s0")
     assert stop.value.code == 1
     assert capsys.readouterr().err == f"stopped: {experiment}/out/report.html cannot be written: Is a directory\n"
     assert "curves.csv" not in [f.name for f in (experiment / "out").iterdir()]
 
 
 def test_a_name_gives_task_and_arm_only_when_its_seed_is_the_runs(tmp_path):
-    assert ((lambda r: (r.task, r.arm, r.seed))(read_run(make_run(tmp_path, "hard-no_class_weights-s3", 3, [0.1, 0.2])))
-            == ("hard", "no_class_weights", 3))
-    assert ((lambda r: (r.task, r.arm, r.seed))(read_run(make_run(tmp_path, "chain-tango-s4", 3, [0.1, 0.2])))
-            == ("chain", "chain-tango-s4", 3))
-    assert (lambda r: (r.task, r.arm))(read_run(make_run(tmp_path, "first", 0, [0.1, 0.2]))) == ("chain", "first")
+    for name, task, arm in (("hard-no_class_weights-s3", "hard", "no_class_weights"),
+                            ("chain-tango-s4", "chain", "chain-tango-s4"), ("first", "chain", "first")):
+        run = made(tmp_path, name, 3, [0.1, 0.2])
+        assert (run.task, run.arm, run.seed) == (task, arm, 3)
 
 
 def test_curves_and_tidy_rows_by_hand(tmp_path, experiment):
-    runs = [read_run(make_run(tmp_path, "chain-a-s0", 0, [0.1, 0.2, 0.3])),
-            read_run(make_run(tmp_path, "chain-a-s1", 1, [0.3, 0.4]))]
+    runs = [made(tmp_path, "chain-a-s0", 0, [0.1, 0.2, 0.3]), made(tmp_path, "chain-a-s1", 1, [0.3, 0.4])]
     points = mean_curve(runs, "gen/pass1_in", "gen_step")
     assert [(x, pytest.approx(y), n) for x, y, _, n, _ in points] == [(0, 0.2, 2), (10, 0.3, 2), (20, 0.3, 1)]
     assert points[0][2] == pytest.approx(0.2 / math.sqrt(2)) and points[2][2] == 0.0
@@ -362,8 +380,8 @@ def test_curves_and_tidy_rows_by_hand(tmp_path, experiment):
 
 
 def test_curves_of_runs_that_skipped_updates_meet_at_each_evaluation(tmp_path):
-    runs = [read_run(make_run(tmp_path, "chain-a-s0", 0, [0.2, 0.5], tokens_per_step=10)),
-            read_run(make_run(tmp_path, "chain-a-s1", 1, [0.4, 0.7], tokens_per_step=30))]
+    runs = [made(tmp_path, "chain-a-s0", 0, [0.2, 0.5], tokens_per_step=10),
+            made(tmp_path, "chain-a-s1", 1, [0.4, 0.7], tokens_per_step=30)]
     runs[1].points[1]["gen_step"] = 7  # the other one has made 10
     assert [row[:2] for row in mean_curve(runs, "gen/pass1_in", "sampled_tokens", in_order=True)] == [
         (0, pytest.approx(0.3)), (200, pytest.approx(0.6))]
@@ -436,7 +454,7 @@ def test_a_damaged_run_is_shown_or_refused_in_one_line_that_names_the_file(tmp_p
     rollout = {**ROLLOUT, "completion": None, "turns": [["first attempt", "1+1:3;=3"]], "proposed": None, "reward": 0.5,
                "shaped_reward": 0.5}
     folder = make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.3], rollouts=[rollout], every=2, about="sums")
-    whole = read_run(make_run(tmp_path, "chain-grpo-s0", 0, [0.1, 0.2], every=2, about="sums"))
+    whole = made(tmp_path, "chain-grpo-s0", 0, [0.1, 0.2], every=2, about="sums")
     path, is_lines = tmp_path / "runs" / "chain-tango-s0" / name, name.endswith("l")
     config = path.parent / "config.json"
     starts = {"generator": {"tag": "d4", "step": 5, "fingerprint": 7}, "verifier": {"tag": "d4-ver"}}
@@ -471,7 +489,7 @@ def test_scores_are_the_first_and_last_evaluation_and_columns_that_say_nothing_a
     assert rows["generator pass@1, in distribution"] == ["10.0%", "30.0%", "+20.0"]
     assert rows["verifier balanced accuracy, fixed solutions"] == ["70.0%", "80.0%", "+10.0"]
     assert "steps per solution" not in rows
-    rows = compare([read_run(make_run(tmp_path, "chain-own-s0", 0, [0.1, 0.2, 0.3]))])
+    rows = compare([made(tmp_path, "chain-own-s0", 0, [0.1, 0.2, 0.3])])
     columns, table = filled(COLUMNS, [cells(row) for row in rows])
     assert columns == ["arm", "seeds", "final", "longer", "mean height"]
     assert table == [["own", "1", "30.0", "15.0", "20.0"]]
@@ -495,7 +513,7 @@ def test_health_is_the_first_and_the_last_tenth(experiment):
 def test_the_script_writes_csv_picture_and_page(experiment, capsys):
     out = experiment / "out"
     names = [f.name for f in sorted((experiment / "runs").iterdir())]
-    script_main(report.main, report.make_parser(), ["--out", str(out), *names])
+    report_on("--out", str(out), *names)
     assert sorted(f.name for f in out.iterdir()) == ["chain.csv", "chain.png", "report.html"]
     with open(out / "chain.csv") as f:
         assert len(list(csv.DictReader(f))) == len(tidy([read_run(str(experiment / "runs" / name)) for name in names]))
@@ -508,14 +526,14 @@ def test_the_script_writes_csv_picture_and_page(experiment, capsys):
 def test_a_single_run_is_reported_in_its_own_folder(experiment, capsys, monkeypatch):
     make_run(experiment, "chain-tango-s7", 2, [0.1, 0.2, 0.3])
     for names in (["chain-tango-s7"], ["chain-tango-s0"]):
-        script_main(report.main, report.make_parser(), names)
+        report_on(*names)
     assert capsys.readouterr().out.count("chain-tango-s7 has seed 2, not the one that its name says") == 1
-    script_main(report.main, report.make_parser(), ["chain-tango-s0"])
+    report_on("chain-tango-s0")
     assert {"curves.csv", "curves.png", "report.html"} <= {f.name
                                                            for f in (experiment / "runs" / "chain-tango-s0").iterdir()}
     assert "report.html (" in capsys.readouterr().out
     monkeypatch.chdir(experiment / "runs" / "chain-tango-s0")
-    script_main(report.main, report.make_parser(), ["."])
+    report_on(".")
     with open("curves.csv") as f:
         assert {row["arm"] for row in csv.DictReader(f)} == {"tango"}
     linked = experiment / "runs" / "chain-linked-s0"  # a run that lies elsewhere keeps the name it has here
@@ -526,13 +544,8 @@ def test_a_single_run_is_reported_in_its_own_folder(experiment, capsys, monkeypa
 def test_a_file_is_no_run_and_several_need_a_folder(experiment, capsys):
     path = experiment / "notes.txt"
     path.touch()
-    with pytest.raises(SystemExit) as stop:
-        script_main(report.main, report.make_parser(), [str(path)])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == f"error: {path}: neither a folder nor a run ({path})\n"
-    with pytest.raises(SystemExit) as stop:
-        script_main(report.main, report.make_parser(), ["chain-tango-s0", "chain-grpo-s0"])
-    assert stop.value.code == 2 and "--out" in capsys.readouterr().err
+    assert refusal(capsys, str(path)) == f"error: {path}: neither a folder nor a run ({path})"
+    assert "--out" in refusal(capsys, "chain-tango-s0", "chain-grpo-s0")
 
 
 def test_curves_are_drawn_whatever_backend_the_environment_names(experiment):
@@ -567,8 +580,6 @@ def test_what_is_no_finished_run_is_one_line_and_nothing_is_written(experiment, 
     broken = damage(experiment / "runs")
     if broken:
         broken.write_text('{"step": 0}\n{"step":\n')
-    with pytest.raises(SystemExit) as stop:
-        script_main(report.main, report.make_parser(), ["--out", str(experiment / "out"), "chain-grpo-s0", "nobody"])
-    line = capsys.readouterr().err.strip()
-    assert stop.value.code == 2 and "\n" not in line and all(word in line for word in words)
+    line = refusal(capsys, "--out", str(experiment / "out"), "chain-grpo-s0", "nobody")
+    assert "\n" not in line and all(word in line for word in words)
     assert not (experiment / "out").exists()
