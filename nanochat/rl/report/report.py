@@ -107,7 +107,7 @@ def read_run(folder: str, so_far: dict | None = None, watched: list[str] | tuple
     counts["sampled_tokens"] = "sampled_tokens"
     for line, record in enumerate(records, 1):
         with as_written(f"{of_records}, line {line}"):
-            record["role"].split("+")
+            record["role"].split("+")  # which `health` does
             for count in {"without_update", *counts} & record.keys():
                 number(record, count)
     with as_written(of_summary):
