@@ -288,7 +288,7 @@ def test_what_is_not_the_run_that_was_saved_is_refused_and_stays(straight_copy, 
         refused(os.path.basename(missing), *flags)
     assert records(straight_copy, "r") == before and saved_steps("r")[-1] == 7
     (runs / "r").rename(runs / "s")
-    refused("runs/s is of a run that was called r: give the folder and its models", "--run", "s", *flags[2:])
+    refused("--run s: run s was started with r; a continued run cannot change it", "--run", "s", *flags[2:])
     saved = list_steps("rl", "r-gen")
     for more in ((), ("--resume-from-step", "auto")):
         refused("--run r: .*r-gen holds step 7 of an older run of this name", "--run", "r", *more)

@@ -49,9 +49,6 @@ def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, b
     if before.get("recipe", args.recipe) != args.recipe and not is_own:
         raise BadInput(f"--recipe {args.recipe}: run {args.run} is of recipe {before['recipe']}; a continued run "
                        f"cannot change it")
-    if before.get("run", args.run) != args.run:
-        raise BadInput(f"{folder} is of a run that was called {before['run']}: give the folder and its models that "
-                       f"name back")
     changed = [words for words in check_unchanged(f"run {args.run}", before, args, MAY_CHANGE | may_change, defaults)
                if not words.startswith("--resume-from-step ")]
     print0(f"continuing run {args.run} after step {step}" + (f" with {', '.join(changed)}" if changed else ""))
