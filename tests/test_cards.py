@@ -47,7 +47,7 @@ def test_text_is_cut_where_the_advantage_changes(start, end, expected):
     assert segments("", 0, 0, [0], [0.5]) == [["", 0.5]] and segments("", 0, 0, [], []) == []
 
 
-def test_a_rollout_is_cut_at_its_steps_with_their_advantages():
+def test_a_rollout_is_cut_at_its_steps_and_a_verifiers_shows_its_own_advantages():
     shown = card(ROLLOUT)
     assert ([(s["text"], s["label"], s["verdict"], s["advantage"]) for s in shown["steps"]]
             == [([["3+5:8;", 0.5]], True, True, 0.5), ([["8*2:7;", -1.0]], False, False, -1.0)])
@@ -57,9 +57,6 @@ def test_a_rollout_is_cut_at_its_steps_with_their_advantages():
     shown = card({**ROLLOUT, "advantages": [1.0, 1.0, 0.0, 0.0, -1.0, -1.0, *[0.5] * 9]})
     assert shown["steps"][0]["text"] == [["3+", 1.0], ["5:", 0.0], ["8;", -1.0]]
     assert shown["steps"][0]["advantage"] == 0.0
-
-
-def test_a_verifiers_rollout_shows_the_advantages_of_its_own_text():
     shown = card({**ROLLOUT, "role": "verifier", "verification": "TF", "token_ends": [1, 2], "advantages": [1.0, 0.0],
                   "step_verdicts": [True]})
     assert [(s["verdict"], s["advantage"]) for s in shown["steps"]] == [(True, None), (None, None)]

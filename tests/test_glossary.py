@@ -101,13 +101,10 @@ def test_what_sft_and_pretraining_log_is_in_the_glossary(base, log):
     assert unexplained(log, logged) == unseen(log, logged) == set()
 
 
-def test_a_name_is_explained_once():
+def test_a_name_is_explained_once_with_the_figures_of_the_code():
     for entries in GLOSSARY.values():
         names = [entry.pattern for entry in entries]
         assert not {name for name in names if names.count(name) > 1}
-
-
-def test_the_figures_of_the_glossary_are_those_of_the_code():
     text = " ".join((ROOT / "dev" / "metrics.md").read_text(encoding="utf-8").split())
     fp32, bf16 = LARGEST_GAP[torch.float32], LARGEST_GAP[torch.bfloat16]
     for words in (f"`gen/wrong_passed` is above {LENIENT};", f"1, less {FORMAT_PENALTY} for each criterion",

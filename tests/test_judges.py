@@ -77,7 +77,7 @@ def judged(base):
     return t, t.written("generator", prompts, ["1+1:2;2*2:1;=1", "1+1:2;=2"])
 
 
-def test_judges_by_log_odds_read_after_steps_and_at_the_end(judged):
+def test_judges_by_log_odds_read_after_steps_at_the_end_and_at_a_verdict(judged):
     t, solutions = judged  # which the verifier reads as its own completions
     a, b = ([torch.sigmoid(x).item() for x in row] for row in verdict_odds(t, "verifier", solutions))
     close = lambda judgment, steps, final, tokens: (
@@ -91,9 +91,6 @@ def test_judges_by_log_odds_read_after_steps_and_at_the_end(judged):
     assert close(one, [a[6], a[12]], a[14], 15) and close(two, [b[6]], b[8], 9)
     nothing = t.written("verifier", t.solve_prompts([Problem("rl", 1, "1+1", "2")]), ["=2"])
     assert JUDGES["steps"](t, "verifier", nothing) == [Judgment([], None, 0)]  # without steps it has no chance
-
-
-def test_a_verdict_at_once_is_asked_after_the_verifiers_prompt(judged):
     t, solutions = judged
     one, _ = JUDGES["verdict"](t, "verifier", solutions)
     forced = t.written("verifier", t.verify_prompts(solutions), ["=T", "=T"])
@@ -137,16 +134,13 @@ def several(judged):
     return judge
 
 
-def test_a_chance_is_the_share_of_duels_won_and_equal_texts_draw(several):
+def test_a_chance_is_the_share_of_duels_won_or_of_the_highest_score(several, capsys):
     # a against b: a, a; b against c: c, unreadable; c against a: a, c
     (a, b, c, d, e), asked = several("pair", "=A", "=A", "=B", "no", "=B", "=A")
     assert asked == ["1+1*2|1+1:2;=2|=1|A", "1+1*2|=1|=0|A", "1+1*2|=0|1+1:2;=2|A"]
     assert [j.final for j in (a, b, c, d, e)] == [3 / 4, 0, 2 / 3, 0.5, 0.5]
     assert [j.tokens for j in (a, b, c, d, e)] == [6, 6, 6, 0, 0]  # half of four texts of 3 tokens, their ends too
     assert {j.steps for j in (a, b, c, d, e)} == {None}
-
-
-def test_scores_are_shares_of_the_highest_over_all_sets_and_none_where_none_is_read(several, capsys):
     texts = ["=10,5,0", "no", "=4,0,9", "no", "=0,10,6", "no", *["no"] * 4]  # a b c, b c a, c a b; d d d twice
     (a, b, c, d, e), asked = several("scores", *texts)
     assert asked[1] == "1+1*2|=1|=0|1+1:2;=2|S" and len(asked) == 5

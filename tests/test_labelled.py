@@ -35,12 +35,15 @@ def write(tmp_path, task):
     return of
 
 
-def test_a_line_is_a_solution_with_its_outcome_and_a_label_for_each_step(write, task):
+def test_a_line_is_a_solution_with_its_outcome_and_a_label_of_its_kind_for_each_step(write, task):
     path = write({}, {"index": 4, "outcome": None, "labels": [1, -3]}, {"gold": []})
     rows = read_labelled(path, task)
     assert [row.outcome for row in rows] == [True, None, True]
     assert [row.labels for row in rows] == [[1.0, 0.25], [1.0, -3.0], [1.0, 0.25]]
     assert rows[1].problem == task.problem("rl", 4) and rows[1].solution == LINE["solution"]
+    for kind, methods in (("chances", ["gold", "rpe", "somebody's", None, ["pav"]]), ("progress", ["pav", "", 3])):
+        path = write(*({"method": method} for method in methods), name=kind)
+        check_kind(path, read_labelled(path, task), kind)
 
 
 @pytest.mark.parametrize("change, words", [
@@ -97,12 +100,6 @@ def test_labels_of_another_kind_are_refused(write, task, change, kind, words):
     with pytest.raises(BadInput, match=f"--labels l.jsonl: problem 3 of rl has {words}"):
         check_kind("l.jsonl", rows, kind)
     check_kind("l.jsonl", rows[:1], kind)  # made by nobody knows what
-
-
-def test_labels_of_the_kind_that_is_learned_pass(write, task):
-    for kind, methods in (("chances", ["gold", "rpe", "somebody's", None, ["pav"]]), ("progress", ["pav", "", 3])):
-        path = write(*({"method": method} for method in methods), name=kind)
-        check_kind(path, read_labelled(path, task), kind)
 
 
 def test_a_file_from_which_nothing_can_be_learned_is_refused(write, task):

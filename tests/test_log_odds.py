@@ -42,7 +42,7 @@ def test_verdict_tokens_are_the_first_in_which_the_verdicts_differ_if_they_do():
         verdict_tokens(BYTES, replace(COMPACT, incorrect="Th"))
 
 
-def test_a_verdict_is_asked_after_the_last_token_of_what_it_is_about():
+def test_verdicts_are_asked_and_labels_stand_after_the_last_token_of_what_they_are_about():
     places = {name: [row.nonzero()[:, 0].tolist() for row in find(rollouts_of(), STEPS)]
               for name, find in PLACES.items()}
     assert places["end"] == [[4], [2], [5]]          # the end token's place: after all of the solution
@@ -50,6 +50,13 @@ def test_a_verdict_is_asked_after_the_last_token_of_what_it_is_about():
     assert places["tokens"] == [[0, 1, 2, 3, 4], [0, 1, 2], [0, 1, 2, 3, 4, 5]]
     with pytest.raises(ValueError, match="rollout 0 has 5 tokens, and its last step ends with the last of them"):
         after_steps(rollouts_of(), [Solution("", [4]), *STEPS[1:]])
+    filled = steps_filled(rollouts_of(), STEPS, [[0.25, 1.0], [], [1.0, 0.5, 0.0]])
+    assert filled.tolist() == [[0, 0, 0.25, 0, 1, 0], [0] * 6, [0, 1, 0, 0.5, 0, 0]]
+    assert steps_read(rollouts_of(), STEPS, filled) == [[0.25, 1.0], [], [1.0, 0.5, 0.0]]
+    shared = [Solution("", [1, 1]), STEPS[1], Solution("", [2, 2])]  # of steps that end in one token the least counts
+    filled = steps_filled(rollouts_of(), shared, [[0.0, 1.0], [], [1.0, 0.5]])
+    assert filled[0, 2] == 0 and filled[2, 3] == 0.5 and filled.sum() == 0.5
+    assert end_read(rollouts_of(), torch.arange(18.0).view(3, 6)).tolist() == [4.0, 6 + 2, 12 + 5]
 
 
 def test_a_solution_that_was_cut_gets_an_end_token(base):
@@ -58,16 +65,6 @@ def test_a_solution_that_was_cut_gets_an_end_token(base):
     whole = ended(t, "verifier", solutions.prompt_of(), solutions)
     assert whole.completions()[0] == solutions.completions()[0]
     assert whole.completions()[1] == [*solutions.completions()[1], t.tokenizer.assistant_end]
-
-
-def test_labels_stand_after_their_steps_and_are_read_from_there():
-    filled = steps_filled(rollouts_of(), STEPS, [[0.25, 1.0], [], [1.0, 0.5, 0.0]])
-    assert filled.tolist() == [[0, 0, 0.25, 0, 1, 0], [0] * 6, [0, 1, 0, 0.5, 0, 0]]
-    assert steps_read(rollouts_of(), STEPS, filled) == [[0.25, 1.0], [], [1.0, 0.5, 0.0]]
-    shared = [Solution("", [1, 1]), STEPS[1], Solution("", [2, 2])]  # of steps that end in one token the least counts
-    filled = steps_filled(rollouts_of(), shared, [[0.0, 1.0], [], [1.0, 0.5]])
-    assert filled[0, 2] == 0 and filled[2, 3] == 0.5 and filled.sum() == 0.5
-    assert end_read(rollouts_of(), torch.arange(18.0).view(3, 6)).tolist() == [4.0, 6 + 2, 12 + 5]
 
 
 @pytest.mark.parametrize("temperature", ["1", "0.5"])

@@ -341,7 +341,7 @@ def test_what_is_no_number_or_of_no_role_is_not_logged(role, values, words):
         play_of(generator=tiny_model()).log(role, values)
 
 
-def test_scores_and_steps_that_a_recipe_gives_wrongly_are_named():
+def test_scores_steps_and_shapes_that_a_recipe_gives_wrongly_are_named():
     t, given = play_of(generator=tiny_model()), []
     t.args.recipe, t.args.log_theory, t.args.eval_every = "mine", 0, 1
     recipe = SimpleNamespace(evaluate=lambda t: given[-1], play=lambda t: None)
@@ -356,15 +356,12 @@ def test_scores_and_steps_that_a_recipe_gives_wrongly_are_named():
     recipe.play = lambda t: iter([Update("generator", [(rollouts_of(), ONES)])] * 5)
     with pytest.raises(BadInput, match="has yielded 4 Updates in one step and does not end"):
         steps.play(t, recipe, 3)
-
-def test_advantages_and_targets_of_another_shape_are_refused():
     rollouts, t = rollouts_of(), play_of(generator=tiny_model())
     for shape in ((4, 1), (4, 4), (3, 5)):
         with pytest.raises(ValueError, match=r"advantages have the shape .* the rollouts' tokens \(4, 5\)"):
             apply_update(t, Update("generator", [(rollouts, torch.ones(shape))]))
     with pytest.raises(ValueError, match="targets have the shape"):
         t.logprobs("generator", replace(rollouts, targets=torch.zeros(4, 4, dtype=torch.long)))
-
 
 def test_a_memory_that_would_not_come_back_as_it_is_is_refused():
     check_memory({"pool": {"tokens": torch.ones(2)}, "phase": "warmup", "n": [1, 2.0], 3: None})

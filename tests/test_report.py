@@ -366,7 +366,7 @@ def test_a_name_gives_task_and_arm_only_when_its_seed_is_the_runs(tmp_path):
         assert (run.task, run.arm, run.seed) == (task, arm, 3)
 
 
-def test_curves_and_tidy_rows_by_hand(tmp_path, experiment):
+def test_curves_tidy_rows_and_health_by_hand(tmp_path, experiment):
     runs = [made(tmp_path, "chain-a-s0", 0, [0.1, 0.2, 0.3]), made(tmp_path, "chain-a-s1", 1, [0.3, 0.4])]
     points = mean_curve(runs, "gen/pass1_in", "gen_step")
     assert [(x, pytest.approx(y), n) for x, y, _, n, _ in points] == [(0, 0.2, 2), (10, 0.3, 2), (20, 0.3, 1)]
@@ -377,6 +377,9 @@ def test_curves_and_tidy_rows_by_hand(tmp_path, experiment):
     assert of("gen/pass1_in") == [(0, 0, 0.1), (10, 3000, 0.275), (20, 6000, 0.45)]
     assert of("ver/step_f1_fixed") == [(0, 0, 0.7), (5, 3000, 0.8), (10, 6000, 0.9)]
     assert of("gen/reasoning_steps") == [(10, 3000, 4.5), (20, 6000, 14.5)]
+    rows = {row["name"]: row for row in health(read_run(str(experiment / "runs" / "chain-tango-s0")))}
+    assert rows["gen/reasoning_steps"] == {"name": "gen/reasoning_steps",
+                                           "early": 0.5, "late": 18.5}  # steps 0 1 and 18 19 of 20
 
 
 def test_curves_of_runs_that_skipped_updates_meet_at_each_evaluation(tmp_path):
@@ -500,12 +503,6 @@ def test_scores_are_the_first_and_last_evaluation_and_columns_that_say_nothing_a
     ("ver/step_outcome_corr", (-1, 1)), ("gen/reasoning_steps", None), ("gen/nll", None), ("step", None)])
 def test_shares_have_the_same_axis_in_every_report(metric, axis):
     assert axis_of(metric) == axis and scale_of(metric) == (100 if axis == (0, 1) else 1)
-
-
-def test_health_is_the_first_and_the_last_tenth(experiment):
-    rows = {row["name"]: row for row in health(read_run(str(experiment / "runs" / "chain-tango-s0")))}
-    assert rows["gen/reasoning_steps"] == {"name": "gen/reasoning_steps",
-                                           "early": 0.5, "late": 18.5}  # steps 0 1 and 18 19 of 20
 
 
 # The script

@@ -14,7 +14,7 @@ from nanochat.rl.records.prompts import UNMET
 T, F = True, False
 
 
-def test_a_reward_is_at_the_last_token_and_a_step_reward_one_over_the_number_of_steps():
+def test_rewards_by_hand():
     """An empty completion is rewarded at token 0."""
     rewards = outcome_rewards([True, False, None], torch.tensor([4, 1, 7]))
     assert rewards.values.tolist() == [[1.0], [0.0], [0.0]] and rewards.values.dtype == torch.float32
@@ -34,9 +34,6 @@ def test_a_reward_is_at_the_last_token_and_a_step_reward_one_over_the_number_of_
             step_rewards([[1, 2, 3]], [verdicts], "cpu")
     nobody = step_rewards([[], []], [None, None], "cpu")
     assert nobody.values.shape == nobody.token_index.shape == (2, 1) and not nobody.valid.any()
-
-
-def test_the_format_reward_loses_a_quarter_for_each_unmet_criterion_and_is_never_negative():
     assert [format_reward(UNMET[:n]) for n in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
     assert format_reward(UNMET + UNMET) == 0.0
 

@@ -199,15 +199,12 @@ def assert_nothing_begins(base, complaint: str, recipe: str, *flags: str) -> Non
     assert not (base / "runs").exists()
 
 
-def test_coefficients_hold_for_one_optimizer_step_and_more_are_refused_before_anything_is_written(base):
+def test_what_cannot_be_learned_is_refused_before_anything_is_written(base):
     for recipe in ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "supervisor", "refit", "dpo", "spin", "prime",
                    "cooper", "score", "critique_grpo", "critique_grpo_verifier", "constitutional_ai", "debate",
                    "self_rewarding", "magrpo", "alphaproof"):
         assert_nothing_begins(base, "--updates-per-batch 2: the coefficients hold for one optimizer step", recipe,
                               "--updates-per-batch", "2")
-
-
-def test_a_labelled_solution_that_no_context_holds_is_refused_before_anything_is_written(base):
     path = base / "labels.jsonl"
     row = json.loads(path.read_text().splitlines()[-1])
     long = {"solution": "1+1:2;" * 100 + "=2", "labels": [1.0] * 100}
@@ -216,9 +213,6 @@ def test_a_labelled_solution_that_no_context_holds_is_refused_before_anything_is
         role = "supervisor" if recipe == "supervisor" else "verifier"
         assert_nothing_begins(base, f"the {role}'s longest prompt and completion .*leave the longest solutions out of "
                                     f"--labels .*that of problem {row['index']} of rl has ", recipe)
-
-
-def test_task_flags_that_were_left_out_are_named_before_labels_are_read(base):
     flags = [flag for flag in rl_flags("--recipe", "prm", "--run", "r") if flag not in TASK_FLAGS[:2]]
     with pytest.raises(BadInput, match="was trained with --chain-modulus 3"):
         tango_rl.main(parse(tango_rl, flags))
