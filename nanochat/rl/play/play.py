@@ -312,7 +312,7 @@ class Play:
         return out
 
     def copy_weights(self, source: str, target: str) -> None:
-        """Gives a role another's present weights, a snapshot that is saved with the run. It counts as an update."""
+        """Gives a role another's present weights, saved with the run. The step is then carried through."""
         self.check_stop()
         self.has_moved = True
         copy_weights(self.roles[target].model, self.roles[source].model)

@@ -76,7 +76,7 @@ def propose_prompt(tokenizer, fmt, problem: str) -> list[int]:
 
 
 def propose(t: Play, role: str, references: list[Problem], num: int, label: str, tool: Tool | None = None) -> Proposals:
-    """`num` proposals after the hint of each reference problem, whose index theirs goes on from."""
+    """`num` proposals after each reference problem's hint; their index is its index times `num`, plus 0, 1, ..."""
     prompts = t.prompts("propose_prompt", references, hint=[t.task.hint_of(problem) for problem in references])
     rollouts = t.sample(label, prompts, num, role=role, tool=tool)
     rows = zip(rollouts.problems(), rollouts.texts, rollouts.stopped.tolist(), strict=True)

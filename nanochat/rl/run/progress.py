@@ -110,7 +110,7 @@ def check_apart(t: Play, record: dict) -> None:
             model, gap = t.roles[role].model, record[f"{short_name(role)}/rollout_logprobs_diff_max"]
             raise Diverged(f"step {record['step']}: three times in a row the {role}'s sampler and trainer differed by "
                            f"more than {dtype_name(model.compute_dtype)} explains (now by {gap:.3g} in a token's "
-                           f"logprob, where {largest_gap(model)} is the most): it may sample from other weights")
+                           f"logprob, where {largest_gap(model)} is the most): it is likely sampled from other weights")
 
 
 def health_check(t: Play, role: str) -> list[str]:

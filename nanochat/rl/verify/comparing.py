@@ -35,7 +35,7 @@ class Candidates(NamedTuple):
 
 
 def one_right(outcomes: list[bool | None], num: int) -> list[int] | None:
-    """The places of the first right and num - 1 wrong entries, if there are; with num 1 of the first known."""
+    """The places of the first right and the first num - 1 wrong entries, or None; with num 1 of the first known."""
     places = {kind: [i for i, outcome in enumerate(outcomes) if outcome is kind] for kind in (True, False)}
     if num == 1:
         return sorted(places[True] + places[False])[:1] or None

@@ -40,7 +40,7 @@ AGGREGATES = {"product": math.prod, "min": min, "last": lambda chances: chances[
 # Judges: (t, role, solutions) -> a Judgment of each
 
 def generative(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
-    """Shares of k readable sampled verifications (--verifications) that call a step, and the whole, right."""
+    """Shares of k sampled verifications (--verifications), of the readable ones, that call a step, or all, right."""
     k = t.args.verifications
     rollouts = t.verify("verdicts", solutions, k, role=role)
     said, lengths = t.read_verifications(rollouts), rollouts.lengths.tolist()

@@ -24,7 +24,7 @@ class Spot(NamedTuple):
 
 
 def spot_of(tokenizer, fmt, tokens: list[int], at: int, marks: tuple[str, str] | None = None) -> Spot | None:
-    """The verdict, or one of two `marks`, at byte `at` of a completion; None where its tokens are not the usual."""
+    """The verdict, or one of two `marks`, at byte `at`; None where its tokens are not as the tokenizer writes it."""
     marks = marks or (fmt.correct, fmt.incorrect)
     pieces = [tokenizer.token_bytes(token) for token in tokens]
     ends, text = list(accumulate(map(len, pieces))), b"".join(pieces)
