@@ -27,6 +27,11 @@ class Head:
     trains: bool = True   # its updates move these too
     is_one: bool = False  # all of it
 
+    @property
+    def is_joint(self) -> bool:
+        """Whether both roles train the same weights."""
+        return self.shares and self.trains
+
 
 HEADS = {"own": Head(shares=False), "frozen": Head(trains=False), "trunk": Head(), "prompt": Head(is_one=True)}
 ALL = -1  # layers
@@ -52,14 +57,9 @@ def check_head(args) -> None:
     if args.verifier_shared_layers != ALL and args.verifier_head not in ("frozen", "trunk"):
         raise BadInput(f"--verifier-shared-layers {args.verifier_shared_layers}: --verifier-head {args.verifier_head} "
                        f"has no number of layers; frozen and trunk have")
-    if "verifier_optimizer" in explicit and not is_joint(HEADS[args.verifier_head]):
+    if "verifier_optimizer" in explicit and not HEADS[args.verifier_head].is_joint:
         raise BadInput(f"--verifier-optimizer {args.verifier_optimizer}: with --verifier-head {args.verifier_head} no "
                        f"weights are trained by both roles")
-
-
-def is_joint(head: Head) -> bool:
-    """Whether both roles train the same weights."""
-    return head.shares and head.trains
 
 
 def num_shared(args, config) -> int:

@@ -11,8 +11,7 @@ from nanochat.common import BadInput, Diverged, all_reduce
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
 from nanochat.optim import adamw
-from nanochat.rl.learn.heads import (HEADS, Head, alias_layers, check_shapes, check_shared, is_joint, num_shared,
-                                     share_layers)
+from nanochat.rl.learn.heads import HEADS, Head, alias_layers, check_shapes, check_shared, num_shared, share_layers
 from nanochat.storage.files import path_of
 from nanochat.weights import copy_of, inference_model, is_sharded, refresh
 
@@ -135,7 +134,7 @@ def check_configs(args, specs: dict[str, RoleSpec], configs: dict) -> None:
         asked, owner = f"--verifier-head {args.verifier_head}", spec.shares
         if args.shard and not head.is_one:
             raise BadInput(f"{asked}: cannot go with --shard; --verifier-head prompt can")
-        if specs[owner].trained and not spec.trained or is_joint(head) and spec.trained and not specs[owner].trained:
+        if specs[owner].trained and not spec.trained or head.is_joint and spec.trained and not specs[owner].trained:
             fixed, moving = (owner, name) if spec.trained else (name, owner)
             raise BadInput(f"{asked}: this recipe keeps the {fixed} fixed, and what they share moves with the {moving}")
         said = [(getattr(args, name_of(s.source)), getattr(args, name_of(s.tag))) for s in (specs[owner], spec)]
@@ -169,7 +168,7 @@ def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], devic
         set_recompute(model, args.recompute and (spec.trained or head.is_one), name)
         lr = getattr(args, name_of(spec.lr)) if spec.trained else 0.0
         optimizer = adamw(parameters, lr) if spec.trained else None
-        if spec.trained and is_joint(head) and args.verifier_optimizer == "shared":
+        if spec.trained and head.is_joint and args.verifier_optimizer == "shared":
             optimizer = owner.optimizer
             if not head.is_one:
                 optimizer.add_param_group({"params": private})

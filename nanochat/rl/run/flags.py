@@ -16,7 +16,7 @@ from nanochat.kernels.losses import KL_ESTIMATORS, POLICY_LOSSES
 from nanochat.rl.credit.advantages import PRESETS
 from nanochat.rl.credit.aggregation import AGGREGATIONS
 from nanochat.rl.credit.schedules import LR_SCHEDULES
-from nanochat.rl.learn.heads import add_head_args, check_head, is_joint
+from nanochat.rl.learn.heads import add_head_args, check_head
 from nanochat.rl.learn.roles import RoleSpec, Start, head_of, name_of
 from nanochat.rl.play.play import Draw
 from nanochat.rl.records.outcomes import problems_of
@@ -155,7 +155,7 @@ def complete_args(args, roles: dict[str, RoleSpec]) -> None:
     args.model_tag = args.model_tag or default_tag(args.model_source)
     for spec in roles.values():
         name, rate = name_of(spec.tag), name_of(spec.lr)
-        ending = "" if is_joint(head_of(args, spec)) else spec.ending  # both roles are in one checkpoint
+        ending = "" if head_of(args, spec).is_joint else spec.ending  # both roles are in one checkpoint
         setattr(args, name, getattr(args, name) or args.model_tag + ending)
         check_name(spec.tag, getattr(args, name))
         if spec.trained and getattr(args, rate) is None:

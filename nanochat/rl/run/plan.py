@@ -14,7 +14,7 @@ from nanochat.engine import CHECK_EVERY_CUDA
 from nanochat.flops import PEAK_FLOPS, decode_floor, flops_per_token, prefill_floor
 from nanochat.hf.decoder import DecoderConfig
 from nanochat.kernels.attention import takes_attention
-from nanochat.rl.learn.heads import is_joint, num_shared, shared_names
+from nanochat.rl.learn.heads import num_shared, shared_names
 from nanochat.rl.learn.roles import head_of
 from nanochat.rl.records.outcomes import num_problems_of
 from nanochat.rl.records.prompts import longest_problem
@@ -175,7 +175,7 @@ def held_by(args, specs: dict, configs: dict[str, Config]) -> dict[str, Held]:
     for name, spec in specs.items():
         has_reference, head = spec.reference or (spec.trained and args.kl_coef > 0), head_of(args, spec)
         own = private_size(configs[name], num_shared(args, configs[name]), head.is_one) if head.shares else None
-        all_moments = is_joint(head) and args.verifier_optimizer == "own"
+        all_moments = head.is_joint and args.verifier_optimizer == "own"
         held[name] = Held(spec.trained, has_reference, own, None if all_moments else own)
     return held
 

@@ -134,8 +134,7 @@ def num_together(args, form: str) -> int:
     return FORMS[form].num or args.num_judged
 
 
-Judge = Callable[[Play, str, Rollouts], list[Judgment]]
-JUDGES: dict[str, Judge] = {"generative": generative, "steps": judge_steps, "end": judge_end, "tokens": judge_tokens,
+JUDGES: dict[str, Callable] = {"generative": generative, "steps": judge_steps, "end": judge_end, "tokens": judge_tokens,
                             "verdict": judge_verdict, "analysed": analysed, "preferred": preferred,
                             **{form: partial(together, form=form) for form in GROUP_SCORES}}
 
