@@ -134,10 +134,9 @@ def num_together(args, form: str) -> int:
     return FORMS[form].num or args.num_judged
 
 
-JUDGES: dict[str, Callable] = {"generative": generative, "steps": judge_steps, "end": judge_end, "tokens": judge_tokens,
-                            "verdict": judge_verdict, "analysed": analysed, "preferred": preferred,
-                            **{form: partial(together, form=form) for form in GROUP_SCORES}}
-
+JUDGES: dict[str, Callable] = {
+    "generative": generative, "steps": judge_steps, "end": judge_end, "tokens": judge_tokens, "verdict": judge_verdict,
+    "analysed": analysed, "preferred": preferred, **{form: partial(together, form=form) for form in GROUP_SCORES}}
 USED_BY = {"verifications": ("generative", "analysed", *GROUP_SCORES), "prm_aggregate": ("steps",),
            "num_judged": ("scores",)}
 OF_THE_WHOLE = ("end", "verdict", "preferred", *GROUP_SCORES)  # judges that say nothing of steps
