@@ -84,13 +84,6 @@ def test_the_true_grade_counts_wrong_steps():
     assert choice([right, "=0"], 0) == 1  # no step is wrong, the answer is
 
 
-@pytest.mark.parametrize("choice, truth, binary, graded", [
-    (2, 2, 1, 1), (1, 2, 1, 0.5), (3, 2, 1, 0.5), (-2, 2, 0, 0), (-2, -2, 1, 1), (-1, -2, 1, 0.5), (2, -2, 0, 0),
-    (None, 2, 0, 0), (None, -2, 0, 0)])
-def test_think_rm_pays_1_for_the_exact_grade_and_a_half_for_the_sign(choice, truth, binary, graded):
-    assert binary_reward(choice, truth) == binary and graded_reward(choice, truth) == graded
-
-
 @pytest.mark.parametrize("scores, right, hit", [
     ([10, 3], 0, True), ([3, 10], 1, True), ([3, 10], 0, False), ([1, 0], 0, True),
     ([10, 10], 0, False), ([10, 10], 1, False), ([0, 0], 0, False),                  # a tie is wrong

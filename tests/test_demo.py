@@ -238,7 +238,7 @@ def damage(base, what: str) -> None:
 
 
 @pytest.mark.parametrize("what, flags, words", [
-    ("", ["nobody"], "nobody: neither a folder nor a run"), ("", ["{base}/runs/r/config.json"], "is no folder"),
+    ("", ["nobody"], "nobody: neither a folder nor a run"), ("", ["{base}/runs/r/config.json"], "neither a folder nor"),
     ("unfinished", ["r"], "no summary.json"),
     ("no RL checkpoint", ["r"], "no checkpoint r-ver"), ("an earlier RL checkpoint", ["r"], "r-gen .* no step 2"),
     ("no SFT checkpoint", ["r"], "no checkpoint tiny"), ("another SFT", ["r"], "tiny-ver.* is not what run r"),
@@ -254,6 +254,7 @@ def test_what_cannot_be_shown_is_refused(capsys, base, what, flags, words):
     ({"eval_examples": "x"}, "eval_examples is 'x', expected a whole number"),
     ({"max_new_tokens": "x"}, "max_new_tokens is 'x', expected a whole number"),
     ({"verifier_max_new_tokens": True}, "verifier_max_new_tokens is True, expected a whole number"),
+    ({"seed": "a"}, "seed is 'a', not a number"),
     ({"calculator": 1}, "calculator is 1, expected true or false"),
     ({"task": "nope"}, "task is 'nope', and there are chain, "),
 ])
@@ -264,7 +265,8 @@ def test_a_configuration_with_wrong_values_is_refused(capsys, base, changes, wor
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"tag": 5}, "config.json, starts, generator: tag is 5, expected a word"),
+    ({"tag": 5}, "config.json: is damaged"), ({"tag": "../tiny"}, "config.json: is damaged"),
+    ({"step": "x"}, "step is 'x', not a number"), ({"fingerprint": [1]}, "fingerprint is [1], not a number"),
     ({"more": 1}, "does not say where"),
 ])
 def test_a_start_with_wrong_values_is_refused(capsys, base, changes, words):

@@ -99,9 +99,12 @@ def read_run(folder: str, so_far: dict | None = None, watched: list[str] | tuple
         task, seed, shown = config["args"]["task"], number(config["args"], "seed"), config.get("shown") or ()
         starts = config.get("starts") or {"generator": {}, "verifier": {}}  # older runs do not name them
         roles = list(starts)
-        if not (re.fullmatch(r"[\w.-]+", task)  # it names files
-                and all(isinstance(name, str) for name in shown)
-                and all(isinstance(start, dict) for start in starts.values())):
+        for start in starts.values():
+            for field in start.keys() & {"step", "fingerprint"}:
+                number(start, field)
+        of_files = [task, *(start["tag"] for start in starts.values() if "tag" in start)]
+        if not (all(re.fullmatch(r"[\w.-]+", name) for name in of_files)
+                and all(isinstance(name, str) for name in shown)):
             raise ValueError
     counts = {f"{short_name(role)}_step": f"{short_name(role)}_steps" for role in roles}
     counts["sampled_tokens"] = "sampled_tokens"
