@@ -15,7 +15,7 @@ from nanochat.cli import add_device_arg, at_least, check_name, new_parser, scrip
 from nanochat.common import BadInput, init_device
 from nanochat.engine import check_temperature, generate, row_key
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
-from nanochat.rl.measure.voting import aligned
+from nanochat.rl.measure.scores import aligned
 from nanochat.rl.records.prompts import Verification, parse_verification, read_solution, verifier_prompt
 from nanochat.rl.report.terminal import add_colour_flag, one_line, paint, printable, wants_colour
 from nanochat.storage.files import path_of
