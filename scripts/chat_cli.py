@@ -17,7 +17,7 @@ from nanochat.engine import check_temperature, generate, row_key
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.rl.measure.scores import aligned
 from nanochat.rl.records.prompts import Verification, parse_verification, read_solution, verifier_prompt
-from nanochat.rl.report.terminal import add_colour_flag, one_line, paint, printable, wants_colour
+from nanochat.rl.report.terminal import add_colour_flag, printable_line, paint, printable, wants_colour
 from nanochat.storage.files import path_of
 from scripts.verifier_eval import load
 from tasks import TASKS, recorded_value, task_flags
@@ -108,7 +108,7 @@ def show_verdicts(fmt: Format, solution: str, verification: Verification, colour
     painted = lambda verdict: paint(WORDS[verdict], COLOURS[verdict], colour)
     steps = fmt.step_bodies(solution)
     for k, (step, verdict) in enumerate(zip(steps, aligned(verification.step_verdicts, len(steps)), strict=True), 1):
-        print(f"  step {k}: {one_line(step)}  {painted(verdict)}")
+        print(f"  step {k}: {printable_line(step)}  {painted(verdict)}")
     print(f"  verdict: {painted(verification.verdict)}")
     if verification.unmet:
         print(f"  (malformed: {', '.join(verification.unmet)})")

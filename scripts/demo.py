@@ -25,7 +25,7 @@ from nanochat.rl.measure.evals import SPLITS
 from nanochat.rl.play.sampling import Sampler
 from nanochat.rl.records.outcomes import answers_of, labels_of, outcomes_of, problems_of
 from nanochat.rl.report.report import Run, read_run, run_folder
-from nanochat.rl.report.terminal import add_colour_flag, one_line, paint, wants_colour
+from nanochat.rl.report.terminal import add_colour_flag, printable_line, paint, wants_colour
 from nanochat.storage.files import path_of
 from tasks import complete_task_args, make_task, recorded_value, task_flags
 
@@ -103,7 +103,7 @@ def describe(task, colour: bool, problem, text: str, ended: bool, outcome: bool 
 
     spans, answer, lines = task.fmt.step_spans(text), answers_of(task, [text])[0], []
     counts = Counter(right=int(outcome is True), unscorable=int(outcome is None))
-    bodies = map(one_line, task.fmt.step_bodies(text))
+    bodies = map(printable_line, task.fmt.step_bodies(text))
     labels = labels_of(task, problem, text)  # some tasks have none
     verdicts = labels if verification is None else verification.step_verdicts[: len(spans)]
     for body, verdict, label in zip_longest(bodies, verdicts, labels):
@@ -111,10 +111,10 @@ def describe(task, colour: bool, problem, text: str, ended: bool, outcome: bool 
         note = f"  <- mistaken: the step is {WORDS[label]}" if is_mistaken else ""
         lines.append(painted(verdict, f"{WORDS[verdict]:5s}  {body}") + note)
         counts.update(steps=int(label is not None), steps_hit=int(label is not None and verdict is label))
-    rest = one_line(text[spans[-1][1] if spans else 0:])
+    rest = printable_line(text[spans[-1][1] if spans else 0:])
     if rest and (answer is None or not spans):  # what no other line shows
         lines.append(painted(None, f"{WORDS[None]:5s}  {rest}"))
-    line = "no answer: " if answer is None else f"answer {one_line(answer)}: "
+    line = "no answer: " if answer is None else f"answer {printable_line(answer)}: "
     line += painted(outcome, "cannot be scored" if outcome is None else WORDS[outcome]) + ("" if ended else " (cut)")
     if verification is not None:
         verdict = verification.verdict
@@ -159,7 +159,8 @@ def main(args) -> None:
     for number, rows in enumerate(zip(*solved.values(), strict=True), 1):
         problem, is_shown = rows[0][0], number <= args.num_problems
         if is_shown:
-            print(f"\nproblem {number}: {one_line(problem.prompt)}\ngold answer: {one_line(problem.answer)}")
+            print(f"\nproblem {number}: {printable_line(problem.prompt)}\n"
+                  f"gold answer: {printable_line(problem.answer)}")
         for when, row in zip(solved, rows, strict=True):
             lines, found = describe(task, wants_colour(args.colour), *row)
             if is_shown:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from nanochat.rl.credit.advantages import PRESETS, SparseRewards, blend, gae, merge, source_advantages, whiten
-from nanochat.rl.credit.rewards import outcome_rewards, step_rewards, terminal_rewards
+from nanochat.rl.credit.rewards import step_rewards, terminal_rewards
 
 GROUP = torch.zeros(2, dtype=torch.long)
 CENTRED = [name for name, preset in PRESETS.items() if preset.center != "none"]
@@ -111,7 +111,7 @@ def test_tango_by_hand():
     assert_rows(step_advantages(STEP_ENDS, VERDICTS, "grpo", T=5), A_STEP)
     assert A_STEP[0][0] == pytest.approx(-1.460593, rel=1e-6) and A_STEP[1][0] == pytest.approx(1.095445, rel=1e-6)
     # eq. 7 with alpha 1/4. First token of the first rollout: 0.75 * 1.154701 - 0.25 * 1.460593 = 0.500877.
-    group_id, outcome = torch.zeros(3, dtype=torch.long), outcome_rewards(OUTCOMES, torch.tensor(LENGTHS))
+    group_id, outcome = torch.zeros(3, dtype=torch.long), terminal_rewards(OUTCOMES, torch.tensor(LENGTHS))
     assert_rows(source_advantages(outcome, group_id, 5, PRESETS["grpo"]), A_OUT)
     sources = [(0.75, outcome), (0.25, step_rewards(STEP_ENDS, VERDICTS, "cpu"))]
     blended = blend(sources, group_id, 5, PRESETS["grpo"])
@@ -242,7 +242,7 @@ def test_sources_may_have_a_preset_each_and_merged_rewards_are_normalised_togeth
         blend(sources, GROUP, 4, presets[:1])
     # Outcomes .5 and 0 at token 1; steps .25 .25 and .25 -.25 at tokens 0 and 1: mean 1/6. What stands at or after a
     # token: 1/3 + 1/12 + 1/12 and 1/3 + 1/12; -1/6 + 1/12 - 5/12 and -1/6 - 5/12.
-    sources = [(0.5, outcome_rewards([True, False], torch.tensor([2, 2]))),
+    sources = [(0.5, terminal_rewards([True, False], torch.tensor([2, 2]))),
                (0.5, step_rewards([[0, 1], [0, 1]], [[True, True], [True, False]], "cpu"))]
     assert_rows(merge(sources, GROUP, 2, PRESETS["dr_grpo"]), [[1 / 2, 5 / 12], [-1 / 2, -7 / 12]])
     scaled = merge(sources, GROUP, 2, PRESETS["grpo"])  # sum of squares 16+4+1+1+1+25 = 48 over 144, unbiased: 1/15
@@ -252,7 +252,7 @@ def test_sources_may_have_a_preset_each_and_merged_rewards_are_normalised_togeth
 @pytest.mark.parametrize("preset", PRESETS)
 def test_merging_one_source_is_normalising_it_and_one_without_weight_is_none(preset):
     steps = step_rewards([[0, 1], [1]], [[True, False], [True]], "cpu")
-    outcome = outcome_rewards([True, False], torch.tensor([2, 2]))
+    outcome = terminal_rewards([True, False], torch.tensor([2, 2]))
     of = lambda rewards: source_advantages(rewards, GROUP, 2, PRESETS[preset])
     if PRESETS[preset].scale != "none":  # a common factor falls out of what is divided by its spread
         torch.testing.assert_close(merge([(0.3, steps)], GROUP, 2, PRESETS[preset]), of(steps), rtol=1e-3, atol=1e-4)

@@ -15,7 +15,7 @@ from nanochat.common import BadInput
 from nanochat.recipes.reward_models.spct import likelier_half, ranked_right
 from nanochat.recipes.reward_models.think_rm import binary_reward, graded_reward, true_choice
 from nanochat.rl.credit.advantages import difference_advantages
-from nanochat.rl.verify.comparing import (GROUP_SCORES, Candidates, balanced_places, chose_right, lined_up, mean_scores,
+from nanochat.rl.verify.comparing import (GROUP_SCORES, Candidates, balanced_places, chose_right, lined_up, mean_vote,
                                           one_right, pair_scores, round_robin)
 from nanochat.rl.verify.forms import form_prompt
 from tasks import make_task
@@ -95,11 +95,11 @@ def test_spct_asks_for_the_strictly_highest_score(scores, right, hit):
 
 def test_votes_are_added_up_ties_stay_wrong_and_the_likelier_half_is_kept():
     votes = [[5, 6], None, [9, 6], [3, 5]]  # sums 17, 17
-    assert mean_scores([None], 2) == [None, None]
-    assert mean_scores(votes, 2) == [17 / 3, 17 / 3] and not ranked_right(mean_scores(votes, 2), 0)
-    assert ranked_right(mean_scores(votes[:3], 2), 0) and ranked_right(mean_scores(votes[:1], 2), 1)
-    assert not ranked_right(mean_scores([None, None], 2), 0)
-    assert not ranked_right(mean_scores([[1], [0]], 1), 0) and not ranked_right(mean_scores([[1], [0]], 1), -1)
+    assert mean_vote([None], 2) == [None, None]
+    assert mean_vote(votes, 2) == [17 / 3, 17 / 3] and not ranked_right(mean_vote(votes, 2), 0)
+    assert ranked_right(mean_vote(votes[:3], 2), 0) and ranked_right(mean_vote(votes[:1], 2), 1)
+    assert not ranked_right(mean_vote([None, None], 2), 0)
+    assert not ranked_right(mean_vote([[1], [0]], 1), 0) and not ranked_right(mean_vote([[1], [0]], 1), -1)
     assert likelier_half(["a", "b", "c", "d"], [-3.0, -1.0, -2.0, -1.0]) == ["b", "d"]
     assert likelier_half(["a", "b"], [-1.0, -1.0]) == ["a"] and likelier_half(["a"], [-9.0]) == ["a"]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from nanochat.common import BadInput
 from nanochat.recipes.tango._pool import choose_solutions
-from nanochat.rl.credit.rewards import outcome_rewards, step_rewards
+from nanochat.rl.credit.rewards import terminal_rewards, step_rewards
 from nanochat.rl.measure.evals import are_right
 from nanochat.rl.measure.observe import log_rewards, log_variances, passed_by_error
 from nanochat.rl.measure.scores import (balanced_accuracy, first_error, first_error_f1, macro_f1, majority, pass_at_k,
@@ -227,8 +227,9 @@ def test_rewards_are_logged_by_group_with_the_variance_of_each_source_and_none_m
     found: dict = {}
     steps = step_rewards([[1, 2]] * 6, [[0.5, 0.5]] * 4 + [[0.6, 0.6], [0.8, 0.8]], "cpu")  # (2p - 1) / 2 each
     for group_id, sources in (
-            ([7, 7, 7, 7, 5, 5], {"outcome": outcome_rewards([T, F, F, F, T, T], torch.full((6,), 9)), "steps": steps}),
-            ([0, 0, 0, 1, 1], {"some": outcome_rewards([T, None, F, T, None], torch.full((5,), 9))})):
+            ([7, 7, 7, 7, 5, 5],
+             {"outcome": terminal_rewards([T, F, F, F, T, T], torch.full((6,), 9)), "steps": steps}),
+            ([0, 0, 0, 1, 1], {"some": terminal_rewards([T, None, F, T, None], torch.full((5,), 9))})):
         log_variances(logging(found), "generator", SimpleNamespace(group_id=torch.tensor(group_id)), sources)
     assert [found[f"variance/{name}"] for name in ("outcome", "some")] == [[0.25, 0.0], [0.5, 0.0]]
     assert found["variance/steps"] == pytest.approx([0.0, 0.08]) and found["zero_variance/steps"] == [T, F]

@@ -9,7 +9,7 @@ from torch.nn.functional import binary_cross_entropy
 
 from nanochat.recipes.policy import prime
 from nanochat.rl.credit.advantages import PRESETS, source_advantages, whiten
-from nanochat.rl.credit.rewards import keep_groups, outcome_rewards
+from nanochat.rl.credit.rewards import keep_groups, terminal_rewards
 from nanochat.rl.measure.scores import judgments, pair_wins, step_sums
 from nanochat.rl.play.play import Play
 from nanochat.rl.play.updates import apply_update
@@ -132,7 +132,7 @@ def test_a_prm_that_equals_its_reference_leaves_rloo_on_outcomes(base):
     policy, = prime.play(t)
     (rollouts, advantages), = policy.parts
     outcomes = rollouts.columns["outcome"]
-    rloo = source_advantages(outcome_rewards(outcomes, rollouts.lengths), rollouts.group_id, advantages.shape[1],
+    rloo = source_advantages(terminal_rewards(outcomes, rollouts.lengths), rollouts.group_id, advantages.shape[1],
                              PRESETS["rloo"])
     assert torch.equal(advantages, whiten(rloo, rollouts.mask)) and advantages.any()
     assert t.metrics["gen/largest_process_return"] == 0 and t.metrics["prm/bce"] == pytest.approx(math.log(2))

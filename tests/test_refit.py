@@ -6,7 +6,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from nanochat.recipes.tango import refit
 from nanochat.rl.credit.advantages import PRESETS, merge
-from nanochat.rl.credit.rewards import outcome_rewards, step_rewards
+from nanochat.rl.credit.rewards import terminal_rewards, step_rewards
 from nanochat.rl.verify.judges import JUDGES
 from nanochat.rl.verify.log_odds import PLACES
 
@@ -38,8 +38,8 @@ def test_the_policy_earns_its_outcomes_and_the_chances(base, judge):
     solutions, advantages = next(refit.play(t)).parts[0]
     judgments = JUDGES[judge](t, "verifier", solutions)
     told = (step_rewards([s.step_ends for s in t.read_solutions(solutions)], [j.steps for j in judgments], "cpu")
-            if judge == "steps" else outcome_rewards([j.final for j in judgments], solutions.lengths))
-    sources = [(0.5, outcome_rewards(solutions.columns["outcome"], solutions.lengths)), (0.5, told)]
+            if judge == "steps" else terminal_rewards([j.final for j in judgments], solutions.lengths))
+    sources = [(0.5, terminal_rewards(solutions.columns["outcome"], solutions.lengths)), (0.5, told)]
     expected = merge(sources, solutions.group_id, solutions.tokens.shape[1], PRESETS["grpo"])
     torch.testing.assert_close(advantages, expected)
     assert {"gen/variance/outcome", f"gen/variance/{'verdict' if judge == 'end' else 'steps'}"} < t.metrics.keys()

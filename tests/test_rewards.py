@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanochat.rl.credit import rewards
-from nanochat.rl.credit.rewards import (ClassWeights, VerdictTrust, format_reward, outcome_rewards, step_rewards,
+from nanochat.rl.credit.rewards import (ClassWeights, VerdictTrust, format_reward, step_rewards,
                                         terminal_rewards, verdict_reward)
 from nanochat.rl.records.prompts import UNMET
 
@@ -16,7 +16,7 @@ T, F = True, False
 
 def test_rewards_by_hand():
     """An empty completion is rewarded at token 0."""
-    rewards = outcome_rewards([True, False, None], torch.tensor([4, 1, 7]))
+    rewards = terminal_rewards([True, False, None], torch.tensor([4, 1, 7]))
     assert rewards.values.tolist() == [[1.0], [0.0], [0.0]] and rewards.values.dtype == torch.float32
     assert rewards.token_index.tolist() == [[3], [0], [6]] and rewards.valid.tolist() == [[True], [True], [False]]
     rewards = terminal_rewards([0.0, 1.8], torch.tensor([0, 3]))

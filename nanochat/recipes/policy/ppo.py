@@ -23,7 +23,7 @@ from nanochat.cli import SHARE, at_least
 from nanochat.common import BadInput, wide_dtype
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.credit.advantages import gae, whiten
-from nanochat.rl.credit.rewards import outcome_rewards
+from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards, log_variances
@@ -83,7 +83,7 @@ def play(t: Play):
     t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes]}))
     if not t.total(len(known)):
         return  # no rank has a solution that can be scored
-    source, mask = outcome_rewards(known.columns["outcome"], known.lengths), known.mask
+    source, mask = terminal_rewards(known.columns["outcome"], known.lengths), known.mask
     rewards = torch.zeros(known.tokens.shape, device=t.device).scatter_(1, source.token_index, source.values)  # (N, T)
     s = log_odds(t, "critic", known)
     values = torch.sigmoid(s) * mask                                                               # V_t

@@ -23,7 +23,7 @@ from nanochat.common import BadInput
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.credit.advantages import SparseRewards, to_go, whiten
 from nanochat.rl.credit.aggregation import check_one_update
-from nanochat.rl.credit.rewards import keep_groups, outcome_rewards
+from nanochat.rl.credit.rewards import keep_groups, terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_odds_scores, log_rewards, log_variances
@@ -110,7 +110,7 @@ def play(t: Play):
         log_odds_scores(t, "prm", rollouts, t.args.prm_beta * q, "rescored/")
     places = torch.arange(q.shape[1], device=t.device).expand(q.shape)
     log_variances(t, "generator", rollouts, {
-        "outcome": outcome_rewards(rollouts.columns["outcome"], rollouts.lengths),
+        "outcome": terminal_rewards(rollouts.columns["outcome"], rollouts.lengths),
         "process": SparseRewards(t.args.prm_beta * q, places, rollouts.mask)})
     yield Update("generator", [(rollouts, advantages_of(t, rollouts, q))])                   # L_CLIP
     if when == "after":

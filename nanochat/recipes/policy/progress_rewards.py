@@ -15,7 +15,7 @@ Departures:
 from nanochat.cli import at_least
 from nanochat.common import BadInput
 from nanochat.rl.credit.advantages import COMBINE, PRESETS
-from nanochat.rl.credit.rewards import at_step_ends, outcome_rewards
+from nanochat.rl.credit.rewards import at_step_ends, terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards, log_variances
@@ -57,7 +57,7 @@ def play(t: Play):
     solutions = t.solve("solutions", t.problems())
     outcomes, read = t.check(solutions), t.read_solutions(solutions)
     values = step_values(t, solutions, [s.step_ends for s in read])
-    sources = {"outcome": outcome_rewards(outcomes, solutions.lengths),
+    sources = {"outcome": terminal_rewards(outcomes, solutions.lengths),
                "step": at_step_ends([s.step_ends for s in read], values, t.device)}
     weighted = list(zip((1.0, t.args.alpha), sources.values(), strict=True))
     advantages = COMBINE[t.args.combine](weighted, solutions.group_id, solutions.tokens.shape[1],

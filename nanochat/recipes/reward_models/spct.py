@@ -21,7 +21,7 @@ from nanochat.rl.measure.evals import SPLITS
 from nanochat.rl.measure.scores import share_of
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.comparing import (add_judge_args, candidate_draws, candidate_prompts, held_out_candidates,
-                                          judge, learn_to_judge, mean_scores, read_scores, warn_of_form)
+                                          judge, learn_to_judge, mean_vote, read_scores, warn_of_form)
 from nanochat.rl.verify.forms import MOST_SOLUTIONS
 
 STATUS = "runs: 8 votes are better than one on three seeds; no gain from RL is shown, and none from the meta filter"
@@ -92,8 +92,8 @@ def evaluate(t) -> dict:
         rows = []
         for i, line in enumerate(mine):
             own = slice(i * VOTES[-1], (i + 1) * VOTES[-1])
-            by_k = {f"acc_k{k}": ranked_right(mean_scores(votes[own][:k], n), line.right) for k in VOTES}
-            meta = ranked_right(mean_scores(likelier_half(votes[own], likelihood[own]), n), line.right)
+            by_k = {f"acc_k{k}": ranked_right(mean_vote(votes[own][:k], n), line.right) for k in VOTES}
+            meta = ranked_right(mean_vote(likelier_half(votes[own], likelihood[own]), n), line.right)
             rows.append(by_k | {"acc_meta": meta, "parse_fail": votes[own].count(None) / VOTES[-1]})
         rows = t.gather(rows)
         scores = {key: share_of([row[key] for row in rows])

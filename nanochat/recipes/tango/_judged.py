@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 
 from nanochat.common import wide_dtype
 from nanochat.rl.credit.advantages import SparseRewards
-from nanochat.rl.credit.rewards import VerdictTrust, outcome_rewards, step_rewards
+from nanochat.rl.credit.rewards import VerdictTrust, terminal_rewards, step_rewards
 from nanochat.rl.measure.observe import verification_columns
 from nanochat.rl.play.play import Play
 from nanochat.rl.records.outcomes import answers_of, labels_of
@@ -88,7 +88,7 @@ def steps_earn(t: Play, solutions: Rollouts, judged: Judged) -> SparseRewards:
 def verdict_earns(t: Play, solutions: Rollouts, judged: Judged) -> SparseRewards:
     """A reward for the final verdict alone."""
     judged.chances = judged.steps
-    return outcome_rewards(judged.finals, solutions.lengths)
+    return terminal_rewards(judged.finals, solutions.lengths)
 
 
 EARN = {"steps": steps_earn, "verdict": verdict_earns}

@@ -22,7 +22,7 @@ from nanochat.recipes.tango._observe import observe_judged, observe_verifier
 from nanochat.recipes.tango._phases import add_schedule_args, begin_phase, eval_step  # noqa: F401
 from nanochat.recipes.tango._pool import class_weights, keep, solutions_to_judge
 from nanochat.rl.credit.advantages import COMBINE, PRESETS
-from nanochat.rl.credit.rewards import outcome_rewards, verdict_reward
+from nanochat.rl.credit.rewards import terminal_rewards, verdict_reward
 from nanochat.rl.credit.schedules import exponential_decay
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import PAIR_TABLE, scores_of_pair
@@ -66,7 +66,7 @@ def generator_step(t: Play, judge, earn: str = "steps"):
     judged = judge(t, solutions)
     alpha = exponential_decay(t.args.alpha_start, t.args.alpha_end, t.progress("generator"))
     # What the answer earns, and what the judge's word does: eq. 3 with --step-rewards verdicts.
-    sources = {"outcome": outcome_rewards(rewards, solutions.lengths), earn: EARN[earn](t, solutions, judged)}
+    sources = {"outcome": terminal_rewards(rewards, solutions.lengths), earn: EARN[earn](t, solutions, judged)}
     # Both as advantages, weighed 1 - alpha to alpha: eq. 4 to 7 with --combine advantages.
     advantages = COMBINE[t.args.combine](list(zip((1 - alpha, alpha), sources.values(), strict=True)),
                                          solutions.group_id, solutions.tokens.shape[1], PRESETS[t.args.advantage],

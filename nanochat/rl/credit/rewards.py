@@ -18,15 +18,10 @@ FORMAT_PENALTY = 0.25  # taken off the format reward for each unmet criterion
 
 
 def terminal_rewards(values: list[float | None], lengths: torch.Tensor) -> SparseRewards:
-    """One reward per rollout at its last token; None abstains."""
+    """One reward per rollout at its last token, as Tango eq. 2 gives it for the answer; None abstains."""
     valid = torch.tensor([v is not None for v in values], dtype=torch.bool)[:, None]
     filled = torch.tensor([0.0 if v is None else float(v) for v in values])[:, None]
     return SparseRewards(filled.to(lengths.device), (lengths - 1).clamp(min=0)[:, None], valid.to(lengths.device))
-
-
-def outcome_rewards(outcomes: list[float | None], lengths: torch.Tensor) -> SparseRewards:
-    """Tango eq. 2: 1 if the answer is right, else 0, or what a task's score() gives for it."""
-    return terminal_rewards(outcomes, lengths)
 
 
 def step_rewards(step_ends: list[list[int]], verdicts: list[list[float] | None], device) -> SparseRewards:

@@ -27,6 +27,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in PASSED or unicodedata.category(c) == "Zs" else "?" for c in text)
 
 
-def one_line(text: str) -> str:
+def printable_line(text: str) -> str:
     """`printable` text on one line: it cannot forge lines either."""
     return " ".join(printable(text).split())

@@ -280,7 +280,7 @@ def verified_together(t: Play, role: str, solutions: Rollouts, shown: list[list[
     return rollouts, scores
 
 
-def mean_scores(votes: list[list[int] | None], num: int) -> list[float | None]:
+def mean_vote(votes: list[list[int] | None], num: int) -> list[float | None]:
     """Each of `num` solutions' mean score over the readable votes; None where there is none."""
     read = [scores for scores in votes if scores is not None]
     return [sum(column) / len(read) for column in zip(*read, strict=True)] if read else [None] * num
