@@ -1,5 +1,6 @@
 """
-GRPO of a chat model alone: tango_rl with --recipe grpo, under upstream's name.
+GRPO of a chat model alone: tango_rl with --recipe grpo, under upstream's name. Its defaults are not upstream's: see
+dev/stack.md.
 
     python -m scripts.chat_rl --model-tag d4 --run grpo
     torchrun --standalone --nproc_per_node=8 scripts/chat_rl.py -- --model-tag d24 --task gsm8k --calculator --run grpo
