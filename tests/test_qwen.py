@@ -1,5 +1,6 @@
 """Imported models through the scripts: a random model of Qwen2.5's shape is written, imported, trained, continued,
 exported, and opened by transformers."""
+import itertools
 import json
 import os
 import shutil
@@ -25,12 +26,12 @@ REAL, CPU = os.path.join(DATA, "gsm8k"), torch.device("cpu")
 SHAPE = ["--shape", "qwen2.5-0.5b", "--n-layer", "2", "--n-embd", "64"]
 # A random model is never right and never in form, so rewards teach nothing: what moves the weights is the entropy
 # bonus, and then the KL term.
-RL = ["--task", "gsm8k", "--gsm8k-data", REAL, "--device-type", "cpu", "--model-tag", "q", "--run", "r",
-      "--max-new-tokens", "24", "--verifier-max-new-tokens", "24", "--examples-per-step", "2", "--num-samples", "2",
-      "--eval-examples", "2", "--warmup-steps", "1", "--generator-steps", "1", "--num-steps", "3", "--save-every", "1",
-      "--lr", "1e-3", "--entropy-coef", "0.01"]
+RL = ["--task", "gsm8k", "--device-type", "cpu", "--model-tag", "q", "--max-new-tokens", "12",
+      "--verifier-max-new-tokens", "12", "--examples-per-step", "2", "--num-samples", "2", "--eval-examples", "2",
+      "--warmup-steps", "1", "--generator-steps", "1", "--num-steps", "2", "--save-every", "1", "--lr", "1e-3",
+      "--entropy-coef", "0.01"]
 ROLES = {"gen": "q", "ver": "q-ver"}  # and the tags that they start from
-LAST = 6                              # v, then g v g v g
+LAST = 4                              # v g v g
 TEXTS = ["Weng earns $12 an hour.\n\nHow much for 50 minutes?", " 12/60 = 0.2; 0.2*50 = 10", "naïve 東京 🙂",
          "a <|im_end|> in a text"]
 CHAIN = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "c", "--max-new-tokens", "28", "--num-steps", "1",
@@ -59,19 +60,22 @@ def losses_of(base, tag: str) -> list[float]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder with two random models, and a base directory (NANOCHAT_BASE_DIR) with both imported and a run of them on
-    GSM8K that saved every step."""
+    some of GSM8K that saved every step."""
     if not os.path.isdir(REAL):
         pytest.skip(f"{REAL} is absent; set NANOCHAT_DATA to a folder with gsm8k/train.jsonl and test.jsonl")
     import datasets
     folder = tmp_path_factory.mktemp("qwen")
+    for name in ("train", "test"):
+        with open(f"{REAL}/{name}.jsonl") as f:
+            (folder / f"{name}.jsonl").write_text("".join(itertools.islice(f, 300)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "datasets"))
         patch.setenv("NANOCHAT_BASE_DIR", str(folder / "base"))
         for seed, (role, tag) in enumerate(ROLES.items()):
-            run(hf_random, *SHAPE, "--vocab-size", 1024, "--sequence-len", 1024, "--texts", f"{REAL}/train.jsonl",
+            run(hf_random, *SHAPE, "--vocab-size", 1024, "--sequence-len", 1024, "--texts", folder / "train.jsonl",
                 "--to", folder / role, "--seed", seed)
             run(hf_import, "--source", folder / role, "--model-tag", tag)
-        run(tango_rl, *RL, "--recompute")
+        run(tango_rl, *RL, "--gsm8k-data", folder, "--run", "r", "--recompute")
         yield folder
 
 
@@ -99,7 +103,7 @@ def test_an_import_has_the_weights_and_the_tokenizer_of_its_folder(trained):
 
 def test_roles_move_in_turns_and_every_tensor_moves(trained):
     log = records(trained / "base", "r")
-    assert [record["role"] for record in log] == ["verifier", "generator"] * 3
+    assert [record["role"] for record in log] == ["verifier", "generator"] * 2
     for record in log:
         prefix, other = ("gen", "ver") if record["role"] == "generator" else ("ver", "gen")
         assert (record[f"{prefix}/grad_norm"] > 0 and record[f"{prefix}/skipped"] == 0
@@ -114,7 +118,7 @@ def test_roles_move_in_turns_and_every_tensor_moves(trained):
 
 @pytest.mark.parametrize("flag", ["--recompute", "--no-recompute"])
 def test_resume_continues_bit_for_bit_also_with_activations_kept(trained, trained_copy, flag):
-    run(tango_rl, *RL, flag, "--resume-from-step", 2)
+    run(tango_rl, *RL, "--gsm8k-data", trained, "--run", "r", flag, "--resume-from-step", 2)
     assert len(records(trained_copy, "r")) == LAST and records(trained_copy, "r") == records(trained / "base", "r")
     assert records(trained_copy, "r", "rollouts.jsonl") == records(trained / "base", "r", "rollouts.jsonl")
     assert_same_weights(weights(trained_copy, "r", LAST), weights(trained / "base", "r", LAST))
@@ -123,11 +127,10 @@ def test_resume_continues_bit_for_bit_also_with_activations_kept(trained, traine
 @pytest.mark.parametrize("head, layers", [("frozen", 1), ("prompt", None)])
 def test_an_imported_model_is_both_roles_on_one_trunk(trained, trained_copy, head, layers):
     """With a tied head too, which the verifier unties where it has one of its own; and the run goes on bit for bit."""
-    flags = [*RL, "--run", "one", "--verifier-tag", "q", "--verifier-head", head, "--kl-coef", "0.01", "--num-steps", 2,
-             *(["--verifier-shared-layers", layers] if layers else [])]
+    flags = [*RL, "--gsm8k-data", trained, "--run", "one", "--verifier-tag", "q", "--verifier-head", head, "--kl-coef",
+             "0.01", *(["--verifier-shared-layers", layers] if layers else [])]
     run(tango_rl, *flags)
-    last = 4  # v g v g
-    final = weights(trained_copy, "one", last)
+    final = weights(trained_copy, "one", LAST)
     for i in range(2):
         name = f"model.layers.{i}.mlp.up_proj.weight"
         assert torch.equal(final[f"gen/{name}"], final[f"ver/{name}"]) == (i < (layers or 2))
@@ -138,7 +141,7 @@ def test_an_imported_model_is_both_roles_on_one_trunk(trained, trained_copy, hea
     log = records(trained_copy, "one")
     run(tango_rl, *flags, "--resume-from-step", 2)
     assert records(trained_copy, "one") == log
-    assert_same_weights(weights(trained_copy, "one", last), final)
+    assert_same_weights(weights(trained_copy, "one", LAST), final)
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -186,15 +189,15 @@ def test_all_scripts_take_an_imported_model(tmp_path, monkeypatch, capsys):
     run(hf_import, "--source", tmp_path / "random", "--model-tag", "start")
     before = state_of("sft", "start")
     sft = [*CHAIN, "--from-stage", "sft", "--from-tag", "start", "--num-sampled", 8, "--examples-per-step", 8]
-    run(chat_sft, *sft, "--role", "generator", "--num-steps", 6, "--save-every", 4)
-    losses, straight = losses_of(base, "c"), state_of("sft", "c", 6)
-    assert list_steps("sft", "c") == [4, 6] and not any(torch.equal(before[name], straight[name]) for name in before)
-    os.remove(path_of("sft", "c", "model_000006.pt"))
-    run(chat_sft, *sft, "--role", "generator", "--num-steps", 6, "--save-every", 4, "--resume-from-step", "auto",
+    run(chat_sft, *sft, "--role", "generator", "--num-steps", 3, "--save-every", 2)
+    losses, straight = losses_of(base, "c"), state_of("sft", "c", 3)
+    assert list_steps("sft", "c") == [2, 3] and not any(torch.equal(before[name], straight[name]) for name in before)
+    os.remove(path_of("sft", "c", "model_000003.pt"))
+    run(chat_sft, *sft, "--role", "generator", "--num-steps", 3, "--save-every", 2, "--resume-from-step", "auto",
         "--recompute")
-    assert losses_of(base, "c") == losses and len(losses) == 6
-    assert_same_weights(state_of("sft", "c", 6), straight)
-    run(chat_sft, *sft, "--role", "verifier", "--num-steps", 2)
+    assert losses_of(base, "c") == losses and len(losses) == 3
+    assert_same_weights(state_of("sft", "c", 3), straight)
+    run(chat_sft, *sft, "--role", "verifier", "--num-steps", 1)
 
     run(tango_rl, *TANGO, "--run", "g", "--recipe", "grpo", "--num-steps", 2, "--lr", "1e-3")
     log = records(base, "g")
