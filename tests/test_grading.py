@@ -292,6 +292,20 @@ def test_a_worker_that_has_grown_is_replaced(fresh, monkeypatch):
     assert len(pids) == 2
 
 
+def test_the_trainers_memory_is_not_counted_as_a_workers():
+    """A process of 800 MB: one worker serves all its answers."""
+    code = ALONE + """
+held = bytearray(b"1") * (800 << 20)
+from tasks.grading import WORKERS, grade
+for k in range(2, 6):
+    assert grade(completion=f"\\\\boxed{{{k}(x+1)}}", gold=f"{k}x+{k}") is True, k
+    worker, = [slot for slot in list(WORKERS.slots.queue) if slot is not None]
+    print(worker.process.pid)
+"""
+    pids = run_python(code).communicate()[0].split()
+    assert len(pids) == 4 and len(set(pids)) == 1
+
+
 def test_eight_threads_share_the_workers(monkeypatch):
     workers = Workers(grading_worker, grading.NUM_WORKERS)
     monkeypatch.setattr(grading, "WORKERS", workers)
