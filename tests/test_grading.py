@@ -217,8 +217,8 @@ NOTHING = ["", "\x00", "\ud800", r"\boxed", r"\boxed{", r"\boxed{}", r"\boxed{ }
            *(box(sign * 400) for sign in ("(", "[", ")", r"\{")),
            r"\boxed{1e999}", r"\boxed{" + "5" * (MAX_ANSWER + 1) + "}", r"\boxed{1 " + "2 " * 400 + "}",
            r"\boxed{1." + "0" * 900 + "1}"]
-HEAVY = ["5^(5^(5^5))", HARD, "(10^9)!", "100000!!", "10^{10^{10}}", "1e999999999", "(" * 450 + "1" + ")" * 450,
-         "{" * 450 + "1" + "}" * 450, r"\frac{1}{" * 90 + "2" + "}" * 90, "1\x002", "\ud800"]
+HEAVY = ["5^(5^(5^5))", HARD, "(10^9)!", "1e999999999", "(" * 450 + "1" + ")" * 450,
+         r"\frac{1}{" * 90 + "2" + "}" * 90, "1\x002", "\ud800"]
 SLOW_TO_READ = [r"\text{ " * 160 + "}" * 160, r"\text{" + " " * 900, r"\text{a" * 160, "\\" * 998, "1,1" * 300,
                 "," * 900, "((a)" * 240, "1" * 900 + "x",
                 "a " * 480, "1 " * 480, "x_" * 480, "5" + "a" * 900 + "^", r"\frac{1}" * 120, r"\frac{" * 160,
@@ -272,7 +272,7 @@ def test_a_worker_that_dies_at_work_gives_none_and_the_next_answer_is_right(fres
 
 
 def test_a_worker_out_of_memory_gives_none_long_before_its_time(monkeypatch):
-    monkeypatch.setattr(grading_worker, "MEMORY", 400 << 20)
+    monkeypatch.setattr(grading_worker, "MEMORY", 200 << 20)
     monkeypatch.setattr(grading_worker, "TIMEOUT", 60)
     worker, start = Worker(grading_worker), time.monotonic()
     with pytest.raises(NoReply):
@@ -422,22 +422,26 @@ def real(name: str, *files: str) -> list[dict]:
 
 
 def test_every_math_gold_is_itself_and_ordinary_ones_can_be_parsed():
-    """What `readable` lets pass without asking: a few dozen; dev/check_grading.py asks for all."""
+    """What `readable` lets pass without asking: a few; dev/check_grading.py asks for all."""
     math = real("math", "train", "test500")
     assert len(math) == 9390
-    assert {row["id"] for row in math if not readable(row["answer"])} == set(EXCEPTIONS)
-    assert ({row["id"] for row in math if grade(completion=box(row["answer"]), gold=row["answer"]) is not True}
+    answers = {row["answer"] for row in math}
+    unreadable = {answer for answer in answers if not readable(answer)}
+    assert {row["id"] for row in math if row["answer"] in unreadable} == set(EXCEPTIONS)
+    wrong = {answer for answer in answers if grade(completion=box(answer), gold=answer) is not True}
+    assert ({row["id"] for row in math if row["answer"] in wrong}
             == {name for name, reason in EXCEPTIONS.items() if reason == "an empty gold"})
-    golds = [read(row["answer"]) for row in math if row["answer"]]
+    golds = [read(answer) for answer in answers if answer]
     bodies = sorted({gold.body for gold in golds if gold.words is None and gold.value is None})
     ordinary = [body for body in bodies if is_ordinary(body)]
     assert len(ordinary) > 0.9 * len(bodies)
-    assert [body for body in ordinary[::40] if not grading.verified(body.replace("%", "\\%"))] == []
+    assert [body for body in ordinary[::100] if not grading.verified(body.replace("%", "\\%"))] == []
 
 
 def test_every_gsm8k_gold_is_itself_and_not_the_next(no_worker):
     golds = [row["answer"].rpartition("####")[2].strip() for row in real("gsm8k", "train", "test")]
     assert len(golds) == 7473 + 1319
+    golds = sorted(set(golds))
     assert [gold for gold in golds if not (grade(completion=box(gold), gold=gold)
                                            and grade(completion=f"#### {gold}", gold=gold) and readable(gold))] == []
     numbers = [Decimal(gold.replace(",", "")) for gold in golds]
