@@ -5,7 +5,8 @@ verifiers that it asks, and those that it refuses.
 import json
 
 import pytest
-from test_verifier_eval import ON_TASK, SAMPLED, chain, changed, refused, run, sampled, written
+from test_chat import chain
+from test_verifier_eval import ON_TASK, SAMPLED, changed, refused, run, sampled, written
 
 from nanochat import recipes
 from nanochat.rl.measure.voting import SCORES, aligned, choose

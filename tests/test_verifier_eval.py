@@ -9,7 +9,8 @@ import random
 import datasets
 import pytest
 import torch
-from conftest import TASK_FLAGS, parse, scripts_on_two_ranks
+from conftest import scripts_on_two_ranks
+from test_chat import chain
 
 from nanochat.checkpoint import load_model
 from nanochat.cli import script_main
@@ -19,16 +20,11 @@ from nanochat.rl.measure.voting import calibration, mean_scores
 from nanochat.rl.play import sampling
 from nanochat.rl.records.prompts import Verification, parse_verification
 from nanochat.tokenizer import Tokenizer
-from scripts import chat_sft, verifier_eval
-from tasks import make_task
+from scripts import verifier_eval
 from tasks.chain import COMPACT
 
 VERIFIER = ["--device-type", "cpu", "--verifier-tag", "tiny-ver", "--verifier-max-new-tokens", "36"]
 SAMPLED = ["--num-verifications", "3", "--temperature", "1"]
-
-
-def chain(*flags: str):
-    return make_task(parse(chat_sft, [*TASK_FLAGS, "--role", "generator", *flags]))
 
 
 def chain_rows(indices) -> list[dict]:
