@@ -9,7 +9,8 @@ from test_chat import chain
 from test_verifier_eval import ON_TASK, SAMPLED, changed, refused, run, sampled, written
 
 from nanochat import recipes
-from nanochat.rl.measure.voting import SCORES, aligned, choose
+from nanochat.rl.measure.scores import aligned
+from nanochat.rl.measure.voting import SCORES, choose
 from nanochat.rl.records import outcomes
 from nanochat.rl.verify.judges import JUDGES
 from scripts import verifier_eval

@@ -208,14 +208,16 @@ sys.stderr.write("importing\\n"); sys.stderr.flush()
     (["-m", "scripts.slow"], "stopped by Ctrl-C"), (["-c", "import scripts.slow"], "KeyboardInterrupt"),
     (["other.py"], "KeyboardInterrupt")])
 def test_ctrl_c_while_a_program_imports_is_one_line(tmp_path, command, last):
-    """And nothing else changes: neither for other programs that import it nor for other errors."""
+    """And nothing else changes: neither for other programs that import it nor for other errors. A suite in the background
+    of a shell ignores SIGINT, and so would what it starts."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "__init__.py", tmp_path / "scripts")
     (tmp_path / "other.py").write_text("import scripts.slow\n")
     for work, expected in (("time.sleep(60)", last), ("raise ValueError('bad')", "ValueError: bad")):
         (tmp_path / "scripts" / "slow.py").write_text(SLOW.format(work=work))
         program = subprocess.Popen([sys.executable, *command], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
-                                   env=os.environ | {"PYTHONPATH": str(tmp_path)})
+                                   env=os.environ | {"PYTHONPATH": str(tmp_path)},
+                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
         assert program.stderr.readline() == "importing\n"
         if "sleep" in work:
             program.send_signal(signal.SIGINT)
