@@ -68,8 +68,8 @@ SLOW = 15                                 # the channel of a head's queries and 
 LONG = [f"test_{name}" for name in (
     "recipes", "bad_flags", "tango_rl", "base_train", "sharding", "qwen", "plan", "faults", "common", "grading",
     "attention_kernels", "kernels_gpu", "bad_input", "tiles", "cpu_kernels", "decode_cache", "engine", "fresh_weights",
-    "hf_tokenizer_hostile", "verifier_eval", "kernels", "bench", "chat_sft", "chat_eval", "report", "gpt", "label_steps", "apart", "gpu_day",
-    "setup", "competition", "gguf", "attention")]
+    "hf_tokenizer_hostile", "verifier_eval", "kernels", "bench", "chat_sft", "chat_eval", "report", "gpt",
+    "label_steps", "apart", "gpu_day", "setup", "competition", "gguf", "attention")]
 
 
 @pytest.fixture(autouse=True, scope="session")

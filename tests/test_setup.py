@@ -208,8 +208,8 @@ sys.stderr.write("importing\\n"); sys.stderr.flush()
     (["-m", "scripts.slow"], "stopped by Ctrl-C"), (["-c", "import scripts.slow"], "KeyboardInterrupt"),
     (["other.py"], "KeyboardInterrupt")])
 def test_ctrl_c_while_a_program_imports_is_one_line(tmp_path, command, last):
-    """And nothing else changes: neither for other programs that import it nor for other errors. A suite in the background
-    of a shell ignores SIGINT, and so would what it starts."""
+    """And nothing else changes: neither for other programs that import it nor for other errors. In the background of a
+    shell SIGINT is ignored, also by what the suite starts there."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "__init__.py", tmp_path / "scripts")
     (tmp_path / "other.py").write_text("import scripts.slow\n")
