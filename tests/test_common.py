@@ -192,43 +192,58 @@ def test_what_ends_a_script_is_one_line(capsys, tmp_path):
         assert words in refused(capsys, print, [f"--lr={value}"])
 
 
-STREAMS = """
-import sys
-from nanochat.cli import script_main
-def main(args):
+def shout(args):
     print(sys.stdin.read() * 10 ** 5, flush=True)
     print("error", file=sys.stderr, flush=True)
-script_main(main, __import__("argparse").ArgumentParser())
-"""
 
 
-@pytest.mark.parametrize("redirected, code", [
-    (">&-", 0), ("<&- >&- 2>&-", 0), ("| true; exit ${PIPESTATUS[1]}", 141)])
-def test_a_script_lives_without_its_streams_and_ends_quietly_when_nobody_reads_on(redirected, code):
-    done = subprocess.run(["bash", "-c", f'echo text | {sys.executable} -c "$0" {redirected}', STREAMS],
-                          capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == code and done.stderr in ("", "error\n")
+def as_script(folder, main, options: dict, closed: str, out: str) -> None:
+    """The rest of this process is a script that main is, with the streams of a new process."""
+    code, (read, unread) = 120, os.pipe()
+    os.close(read)
+    stdout = {"full": "/dev/full", "unread": unread}.get(out, folder / "out")
+    for fd, (name, mode, file) in enumerate((("stdin", "r", folder / "in"), ("stdout", "w", stdout),
+                                             ("stderr", "w", folder / "err"))):
+        if str(fd) in closed:
+            os.close(fd)
+            setattr(sys, name, None)
+        else:
+            with open(file, mode) as f:
+                os.dup2(f.fileno(), fd)
+            setattr(sys, name, open(fd, mode, encoding="latin-1" if out == "latin-1" else None, closefd=False))
+    try:
+        script_main(main, argparse.ArgumentParser(), [], **options)
+        sys.stdout.flush()  # as Python does in the end
+        code = 0
+    except SystemExit as stop:
+        sys.stdout.flush()
+        code = stop.code
+    finally:
+        os._exit(code)
 
 
-LATIN = {"PYTHONIOENCODING": "latin-1"}
 LOST = "WARNING: nothing more is shown: stdout: No space left on device\n"
+SHOWN = {"is_shown": True}  # a script that is run for what it prints
+full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="is Linux's")
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="is Linux's")
-@pytest.mark.parametrize("work, options, env, is_full, code, out, err", [
-    (r"print0('\u20ac\udcff', 'x')", "", LATIN, False, 0, "\\u20ac\\udcff x\n", ""),
-    ("print('x', flush=True)", "", {}, True, 1, None,
-     "stopped: the output cannot be written: No space left on device\n"),
-    ("print0('x')", "", {}, True, 0, None, LOST),
-    ("print0('x')", ", is_shown=True", {}, True, 1, None, LOST),  # a script that is run for what it prints
-], ids=range(4))
-def test_what_a_script_prints_may_be_lost(work, options, env, is_full, code, out, err):
-    program = ("import argparse; from nanochat.cli import script_main; from nanochat.common import print0\n"
-               f"script_main(lambda args: {work}, argparse.ArgumentParser(), []{options})")
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", program], env=os.environ | env, cwd=ROOT, text=True,
-                              stdout=full if is_full else subprocess.PIPE, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
+@pytest.mark.parametrize("main, options, closed, out, code, printed, err", [
+    (lambda args: common.print0("\u20ac\udcff", "x"), {}, "", "latin-1", 0, "\\u20ac\\udcff x\n", ""),
+    pytest.param(lambda args: print("x", flush=True), {}, "", "full", 1, None,
+                 "stopped: the output cannot be written: No space left on device\n", marks=full),
+    pytest.param(lambda args: common.print0("x"), {}, "", "full", 0, None, LOST, marks=full),
+    pytest.param(lambda args: common.print0("x"), SHOWN, "", "full", 1, None, LOST, marks=full),
+    (shout, {}, "1", "", 0, None, "error\n"), (shout, {}, "012", "", 0, None, None),
+    (shout, {}, "", "unread", 141, None, "")], ids=range(7))
+def test_what_a_script_prints_may_be_lost_and_its_streams_be_closed(tmp_path, main, options, closed, out, code,
+                                                                    printed, err):
+    """And it ends quietly when nobody reads on."""
+    (tmp_path / "in").write_text("text")
+    if not (child := os.fork()):
+        as_script(tmp_path, main, options, closed, out)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+    for name, text in (("out", printed), ("err", err)):
+        assert text is None or (tmp_path / name).read_text() == text
 
 
 @pytest.mark.parametrize("env, words", [

@@ -1,7 +1,9 @@
 """Faults of whole runs: ranks and torchrun that die, drift and numbers that are none on one rank, no network, two
 processes in one folder, malicious json. Faults of one module stand in its own tests."""
+import contextlib
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import signal
@@ -16,7 +18,7 @@ import datasets
 import huggingface_hub
 import pytest
 import torch
-from conftest import ONE, RL_FLAGS, on_two_ranks, parse, rl_flags
+from conftest import ONE, RL_FLAGS, TASK_FLAGS, on_two_ranks, parse, rl_flags
 from test_tango_rl import ROOT, records, weights
 
 from nanochat import core_eval
@@ -31,7 +33,7 @@ from nanochat.rl.run.progress import health_warnings
 from nanochat.rl.run.resume import read_config
 from nanochat.storage import files
 from nanochat.storage.run import claim_run_name, lock_run
-from scripts import tango_rl
+from scripts import chat_sft, tango_rl
 from tasks.common import read_table
 from tasks.conversations import load_conversations
 
@@ -164,24 +166,26 @@ def test_a_loss_that_is_no_number_on_one_rank_moves_no_rank_and_stops_all(faults
         assert all(torch.equal(saved[name], start[name]) for name in start)
 
 
-WATCHED = """
-import os, sys
-def watch(event, args):
-    if event == "socket.getaddrinfo" and args[0] not in LOCAL or (
-            event == "socket.connect" and isinstance(args[1], tuple) and args[1][0] not in LOCAL):
-        print("NETWORK", event, args[-1], args[0], file=sys.stderr, flush=True)
-        raise OSError("no network")
-LOCAL = (None, "", "localhost", "127.0.0.1", "::1")
-sys.addaudithook(watch)
-from conftest import TASK_FLAGS, parse, rl_flags
-for name in ("WANDB_MODE", "HF_HUB_OFFLINE"):  # which conftest sets
-    os.environ.pop(name, None)
-from scripts import chat_sft, tango_rl
-chat_sft.main(parse(chat_sft, ["--role", "generator", *TASK_FLAGS, "--device-type", "cpu", "--model-tag", sys.argv[1],
-                               "--depth", "1", "--n-embd", "64", "--n-head", "2", "--sequence-len", "128",
-                               "--max-new-tokens", "28", "--num-steps", "2", "--num-sampled", "4"]))
-tango_rl.main(parse(tango_rl, rl_flags("--num-steps", "1", "--warmup-steps", "0")))
-"""
+def watched(folder: str, environment: dict, tag: str) -> None:
+    """SFT and a dummy run, in a process of their own that has no network: what they print and ask for, into a file."""
+    local = (None, "", "localhost", "127.0.0.1", "::1")
+
+    def watch(event, args):
+        if event == "socket.getaddrinfo" and args[0] not in local or (
+                event == "socket.connect" and isinstance(args[1], tuple) and args[1][0] not in local):
+            print("NETWORK", event, args[-1], args[0], flush=True)
+            raise OSError("no network")
+    os.environ |= environment
+    for name in ("WANDB_MODE", "HF_HUB_OFFLINE"):  # which conftest sets
+        os.environ.pop(name, None)
+    datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = False
+    torch.set_num_threads(1)
+    with open(f"{folder}/{tag}", "w") as f, contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
+        sys.addaudithook(watch)
+        chat_sft.main(parse(chat_sft, ["--role", "generator", *TASK_FLAGS, "--device-type", "cpu", "--model-tag", tag,
+                                       "--depth", "1", "--n-embd", "64", "--n-head", "2", "--sequence-len", "128",
+                                       "--max-new-tokens", "28", "--num-steps", "2", "--num-sampled", "4"]))
+        tango_rl.main(parse(tango_rl, rl_flags("--num-steps", "1", "--warmup-steps", "0")))
 
 
 @pytest.fixture(scope="module")
@@ -189,18 +193,22 @@ def two_processes(sft_base, tmp_path_factory):
     """What SFT and a dummy run say in each of two processes that work in one base directory at the same time."""
     base = tmp_path_factory.mktemp("shared") / "base"
     shutil.copytree(sft_base, base)
-    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1",
-           "PYTHONPATH": os.pathsep.join([ROOT, os.path.join(ROOT, "tests")])}
-    processes = [subprocess.Popen([sys.executable, "-c", WATCHED, tag], env=env, cwd=ROOT, stdout=subprocess.PIPE,
-                                  stderr=subprocess.PIPE, text=True) for tag in ("one", "two")]
-    return base, [(*process.communicate(timeout=200), process.returncode) for process in processes]
+    environment = {**os.environ, "NANOCHAT_BASE_DIR": str(base)}
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=watched, args=(str(base), environment, tag)) for tag in ("one", "two")]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(200)
+    return base, [((base / tag).read_text(), process.exitcode)
+                  for tag, process in zip(("one", "two"), processes, strict=True)]
 
 
 def test_nothing_is_looked_for_on_the_network(two_processes):
     """SFT, evaluation and RL, with wandb and the hub as they are by default; the name of a dummy run sends none to
     wandb."""
-    for _, err, code in two_processes[1]:
-        assert code == 0 and "NETWORK" not in err, err[-2000:]
+    for said, code in two_processes[1]:
+        assert code == 0 and "NETWORK" not in said, said[-2000:]
 
 
 ASKED = {"a table": lambda: read_table("owner/name", (), "owner/name", split="train"),
@@ -234,7 +242,7 @@ def test_two_processes_in_one_base_directory_have_a_run_each_and_do_the_same(two
     assert sorted(os.listdir(base / "runs")) == ["dummy-1", "dummy-2"]
     one, two = (records(base, run) for run in ("dummy-1", "dummy-2"))
     assert one == two and len(one) == 1
-    assert {"dummy-1", "dummy-2"} == {name for out, _, _ in said for name in ("dummy-1", "dummy-2")
+    assert {"dummy-1", "dummy-2"} == {name for out, _ in said for name in ("dummy-1", "dummy-2")
                                       if f"run {name} in " in out}
 
 
