@@ -109,37 +109,33 @@ def check_what_is_there(base, before: dict, after: dict) -> None:
 
 
 @pytest.mark.parametrize("fault", ["full disk", "kill"])
-@pytest.mark.parametrize("place", range(1, 15))
-def test_a_fault_at_any_write_of_a_save_loses_nothing(trained, monkeypatch, place, fault):
-    """That the save begins, then model, meta, optimizer and state, each opened, synced and replaced. A full disk is
-    told in one line."""
+def test_a_fault_at_any_write_of_a_save_loses_nothing(trained, monkeypatch, fault):
+    """That the save begins, then model, meta, optimizer and state, each opened, synced and replaced; each time with
+    what the fault before has left. A full disk is told in one line."""
     roles, save = run_of_step_2(trained)
     before, after = weights_of(trained, 2), dict(roles["generator"].model.state_dict())
 
     def full():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    if place == 14:
-        seen = fail_at(monkeypatch, 0, None)
-        save()
-        assert seen == ["open"] + ["open", "fsync", "replace"] * 4
-    elif fault == "kill":
-        child = os.fork()
-        if child == 0:
-            fail_at(monkeypatch, place, lambda: os.kill(os.getpid(), signal.SIGKILL))
-            save()
-            os._exit(0)
-        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    else:
-        with monkeypatch.context() as patch:
-            fail_at(patch, place, full)
-            with pytest.raises(CannotWrite, match=r"/\w+_000003[\w.]* cannot be written: No space left on device$"):
+    for place in range(1, 14):
+        if fault == "kill":
+            child = os.fork()
+            if child == 0:
+                fail_at(monkeypatch, place, lambda: os.kill(os.getpid(), signal.SIGKILL))
                 save()
-        assert not [name for _, _, names in os.walk(trained) for name in names if name.endswith(".tmp")]
-    if place < 14:
+                os._exit(0)
+            assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        else:
+            with monkeypatch.context() as patch:
+                fail_at(patch, place, full)
+                with pytest.raises(CannotWrite, match=r"/\w+_000003[\w.]* cannot be written: No space left on device$"):
+                    save()
+            assert not [name for _, _, names in os.walk(trained) for name in names if name.endswith(".tmp")]
         assert saved_steps("r") == [1, 2]
         check_what_is_there(trained, before, after)
-        save()  # there is room again
-    assert saved_steps("r") == [1, 2, 3]
+    seen = fail_at(monkeypatch, 0, None)
+    save()  # there is room again
+    assert seen == ["open"] + ["open", "fsync", "replace"] * 4 and saved_steps("r") == [1, 2, 3]
     check_what_is_there(trained, before, after)
 
 
@@ -247,15 +243,18 @@ def test_fewer_steps_than_were_made_are_refused(trained, capsys):
 
 
 def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path):
-    """A bit of every byte; every bit of the directory's first entry, which others are like, and of its last and end."""
+    """A bit of every byte of the first file and of every third byte after; every bit of the directory's first entry,
+    which others are like, and of its last and end."""
     path, copy = tmp_path / "a.pt", tmp_path / "b.pt"
     saved = {"x": torch.randn(8, generator=torch.Generator().manual_seed(0)), "y": [1, 2.5, "text", None]}
     save_atomic(saved, str(path))
     refused, whole = 0, path.read_bytes()
     entries = [match.start() for match in re.finditer(rb"PK\x01\x02", whole)]
     assert len(entries) > 4
+    second = whole.index(b"PK\x03\x04", 1)
     for place, bit in [(i, bit) for i in range(len(whole))
-                       for bit in (range(8) if entries[0] <= i < entries[1] or i >= entries[-1] else [i % 8])]:
+                       for bit in (range(8) if entries[0] <= i < entries[1] or i >= entries[-1] else
+                                   [i % 8] if i < second or i % 3 == 0 else [])]:
         data = bytearray(whole)
         data[place] ^= 1 << bit
         copy.write_bytes(data)
@@ -266,7 +265,7 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path):
             refused += 1
         else:
             assert torch.equal(found["x"], saved["x"]) and found["y"] == saved["y"], place
-    assert refused > len(whole) // 2  # the rest is padding, times and the like
+    assert refused > len(whole) // 4  # the rest is padding, times and the like
 
 
 def test_a_set_without_checksums_loads_with_a_note(trained, capsys):

@@ -11,12 +11,9 @@ from nanochat import engine, slots
 from nanochat.attention import PADDING_POSITION
 from nanochat.common import BadInput
 from nanochat.decode_cache import DecodeCache
-from nanochat.engine import Graphs, generate, in_pieces, pick, row_key, run_prompts, uniform_noise
+from nanochat.engine import Graphs, generate, in_pieces, row_key, run_prompts
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels import cpu
-
-MASK = 2 ** 64 - 1
-
 
 class Recorder(GPT):
     """A model that remembers the (rows, columns) of every forward, the prompts it has run, and the rows of every
@@ -122,14 +119,14 @@ def test_at_most_max_rows_decode_together(max_rows, num_samples):
     assert max(rows for rows, _ in model.shapes) <= max(max_rows, 1)
 
 
-PROMPT_LENGTHS = [1 + 7 * i % 31 for i in range(30)]
+PROMPT_LENGTHS = [1 + 7 * i % 31 for i in range(16)]
 
 
 def refilled(max_rows, model=None, **options):
-    """30 prompts x 4 rows of geometric lengths, at most `max_rows` together. -> the samples, the model"""
+    """16 prompts x 4 rows of geometric lengths, at most `max_rows` together. -> the samples, the model"""
     model = model or tiny_model()
     options = {"max_new_tokens": 40, "stop_tokens": list(range(26))} | options
-    return sampled(model, random_prompts(*PROMPT_LENGTHS), 4, keys_for(120), max_rows=max_rows, **options), model
+    return sampled(model, random_prompts(*PROMPT_LENGTHS), 4, keys_for(64), max_rows=max_rows, **options), model
 
 
 @pytest.fixture(scope="module")
@@ -144,11 +141,11 @@ def with_places(max_rows: int):
     return refilled(max_rows)
 
 
-@pytest.mark.parametrize("max_rows", [3, 7, 17])  # one place: test_the_tokens_that_are_held_are_bounded
+@pytest.mark.parametrize("max_rows", [3, 17])  # one place: test_the_tokens_that_are_held_are_bounded
 def test_refilled_places_change_no_row(together, max_rows):
     (whole, _), (out, model) = together, with_places(max_rows)
     assert_same(out, whole)
-    assert len(set(whole.lengths.tolist())) > 20 and 0 < int(whole.stopped.sum()) < 120
+    assert len(set(whole.lengths.tolist())) > 15 and 0 < int(whole.stopped.sum()) < 64
     # each prompt goes through the model once, whatever max_rows
     assert sorted(model.prompts) == sorted(random_prompts(*PROMPT_LENGTHS))
 
@@ -158,7 +155,7 @@ def test_each_prompt_is_run_once_with_all_rows_together(together):
     assert len(together[1].decoding) == int(together[0].lengths.max()) - 1
 
 
-@pytest.mark.parametrize("max_rows", [3, 7, 17, 40])
+@pytest.mark.parametrize("max_rows", [3, 17, 40])
 def test_places_are_full_as_long_as_rows_wait(together, max_rows):
     (whole, _), (_, model) = together, with_places(max_rows)
     tokens, longest = (whole.lengths - 1).sum().item(), int(whole.lengths.max()) - 1
@@ -166,8 +163,8 @@ def test_places_are_full_as_long_as_rows_wait(together, max_rows):
     least_live = max_rows - max(1, -(-max_rows // 8)) + 1
     assert len(model.decoding) <= tokens / least_live + longest
     # rows in order of their prompts' lengths, each batch run to its longest row
-    order = sorted(range(120), key=lambda n: (PROMPT_LENGTHS[n // 4], n))
-    in_turn = sum(int(whole.lengths[order[i: i + max_rows]].max()) - 1 for i in range(0, 120, max_rows))
+    order = sorted(range(64), key=lambda n: (PROMPT_LENGTHS[n // 4], n))
+    in_turn = sum(int(whole.lengths[order[i: i + max_rows]].max()) - 1 for i in range(0, 64, max_rows))
     assert max_rows == 40 or len(model.decoding) < 0.65 * in_turn
 
 
@@ -194,7 +191,7 @@ def test_refilled_places_change_no_row_by_the_kernel(max_rows):
     assert completions(whole) == completions(exact)
 
 
-@pytest.mark.parametrize("most", [1, 300, 800])
+@pytest.mark.parametrize("most", [1, 300, 600])
 def test_the_tokens_that_are_held_are_bounded(monkeypatch, together, most):
     caches, make = [], engine.DecodeCache
     monkeypatch.setattr(engine, "DecodeCache", lambda *args: (caches.append(make(*args)), caches[-1])[1])
@@ -218,7 +215,7 @@ def test_a_slot_serves_one_prompt_after_another(monkeypatch, together):
     assert sorted(model.prompts) == sorted(random_prompts(*PROMPT_LENGTHS))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), samples=st.integers(1, 5),
        max_rows=st.integers(1, 12), new=st.integers(1, 12), stops=st.integers(0, 120))
 def test_any_number_of_places_gives_the_same_rows(lengths, samples, max_rows, new, stops):
@@ -436,7 +433,7 @@ def test_on_the_path_of_cuda_graphs_places_are_refilled(monkeypatch, together):
     assert_same(out, together[0])
     assert sorted(model.prompts) == sorted(random_prompts(*PROMPT_LENGTHS))
     # At a look an eighth of the places may be free; up to the next one, rows that have ended are kept.
-    ended_in_between = 120 * 2
+    ended_in_between = 64 * 2
     tokens, longest = (out.lengths - 1).sum().item(), int(out.lengths.max()) - 1
     assert sum(model.decoding) >= tokens
     assert len(model.decoding) <= (tokens + ended_in_between) / (16 - 2 + 1) + longest + 2
@@ -497,84 +494,6 @@ def test_narrow_activations_sample_from_a_copy_that_follows_the_weights():
 def test_weights_as_wide_as_activations_are_sampled_from_directly():
     model = tiny_model()
     assert engine.inference_model(model) is model
-
-
-def splitmix64(state):
-    """The published generator (Vigna), in Python's integers: the output that follows from a state."""
-    z = (state + 0x9E3779B97F4A7C15) & MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-    return z ^ (z >> 31)
-
-
-def test_noise_is_splitmix64():
-    assert splitmix64(1234567) == 6457827717110365317  # the published first output for this seed
-    keys = [1234567, 0, -1, 2 ** 63 - 1, -2 ** 63, row_key("a")]
-    for position in (0, 1, 500):
-        expected = [(splitmix64((key + position * 0x9E3779B97F4A7C15) & MASK) >> 11) / 2 ** 53 for key in keys]
-        assert uniform_noise(torch.tensor(keys), position).tolist() == expected
-
-
-def test_noise_is_uniform_and_independent():
-    keys = torch.tensor([row_key("noise", i) for i in range(20000)])
-    first, second = uniform_noise(keys, 0), uniform_noise(keys, 1)
-    for noise in (first, second, uniform_noise(torch.arange(20000), 7)):
-        assert noise.min() >= 0 and noise.max() < 1
-        assert (abs(noise.mean() - 0.5) < 0.008  # 4 standard errors of the mean: 0.0082
-                and abs(noise.var() - 1 / 12) < 0.003)
-        counts = torch.histc(noise, 20, 0, 1)
-        assert ((counts - 1000) ** 2 / 1000).sum() < 50  # chi-square, 19 degrees of freedom
-    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.03
-
-
-def test_row_keys_are_stable_distinct_and_signed_64_bit():
-    assert row_key(0, "generator", 1, 2) == row_key(0, "generator", 1, 2)
-    keys = {row_key(0, step, problem, sample) for step in range(10) for problem in range(20) for sample in range(10)}
-    assert len(keys) == 2000 and row_key(1, 11) != row_key(11, 1)
-    assert all(-2 ** 63 <= key < 2 ** 63 for key in keys) and min(keys) < -2 ** 62 and max(keys) > 2 ** 62
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
-def test_draws_follow_the_softmax(temperature):
-    logits = torch.tensor([[0.0, 1.0, -1.0, 2.0, 0.5, -3.0, 1.5, 0.1]])
-    keys = torch.tensor([row_key("draw", i) for i in range(20000)])
-    tokens, logprobs = pick(logits.expand(20000, -1), keys, 3, temperature, 0)
-    expected = torch.softmax(logits[0] / temperature, dim=0)
-    counts = torch.bincount(tokens, minlength=8).float()
-    # chi-square, 7 degrees of freedom: P < 4e-4
-    assert ((counts - 20000 * expected) ** 2 / (20000 * expected)).sum() < 27
-    torch.testing.assert_close(logprobs, expected.log()[tokens])
-
-
-def test_top_k_never_draws_outside():
-    logits = torch.randn(1, 265, generator=torch.Generator().manual_seed(0)) * 0.1  # nearly flat
-    allowed = set(logits[0].topk(5).indices.tolist())
-    tokens, logprobs = pick(logits.expand(5000, -1), torch.arange(5000), 0, 1.0, 5)
-    assert set(tokens.tolist()) == allowed
-    assert torch.tensor([logprobs[tokens == t][0] for t in allowed]).exp().sum().item() == pytest.approx(1, abs=1e-5)
-
-
-def test_temperature_0_is_argmax():
-    logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
-    tokens, logprobs = pick(logits, torch.arange(50), 0, 0, 0)
-    assert torch.equal(tokens, logits.argmax(dim=-1))
-    torch.testing.assert_close(logprobs, torch.log_softmax(logits, dim=-1).amax(dim=-1))
-
-
-def test_impossible_tokens_are_never_drawn():
-    logits = torch.full((20000, 6), float("-inf"))
-    logits[:, 1], logits[:, 3] = 0.0, 30.0
-    tokens, _ = pick(logits, torch.arange(20000), 0, 1.0, 0)
-    assert tokens.eq(3).all()
-    logits[:, 1], logits[:, 3] = 0.0, 0.0
-    assert set(pick(logits, torch.arange(20000), 0, 1.0, 0)[0].tolist()) == {1, 3}
-
-
-def test_noise_of_exactly_0_draws_no_impossible_token():
-    key = torch.tensor([-(0x9E3779B97F4A7C15 - 2 ** 64)])  # splitmix64 of state 0 is 0
-    assert uniform_noise(key, 0).item() == 0
-    tokens, _ = pick(torch.tensor([[float("-inf"), float("-inf"), 0.0, 1.0]]), key, 0, 1.0, 0)
-    assert tokens.item() == 2
 
 
 @pytest.mark.parametrize("prompts, num_samples", [([], 2), ([[1, 2]], 0)])
