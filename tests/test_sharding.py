@@ -170,7 +170,7 @@ def gaps_of_an_update(name: str, dtype: torch.dtype, rank: int, world: int) -> t
 def gap(sampled, trained) -> float:
     """The largest difference, over what every rank samples. A collective."""
     prompts = [[1, 2, 3], [4]]
-    out = generate(sampled, prompts, 4, max_new_tokens=8, stop_tokens=[], keys=list(range(8)))
+    out = generate(sampled, prompts, 4, max_new_tokens=5, stop_tokens=[], keys=list(range(8)))
     rollouts = Rollouts([Prompt(ids) for ids in prompts], torch.arange(8) // 4, out.tokens, out.logprobs, out.lengths,
                         out.stopped)
     batch, = pack(rollouts, torch.ones(out.tokens.shape), torch.ones(8), 10 ** 6, True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import random_model, train
-from test_engine import emulate
+from test_engine_graphs import emulate
 from test_trainer import gradient, gradient_of, token_logprobs
 
 from nanochat.calculator import Calculator
