@@ -66,10 +66,10 @@ UNIT_LAST, UNIT_ALONE = 1 / 1.8, 1 / 1.7  # what makes a table's entry a logit o
 SLOW = 15                                 # the channel of a head's queries and keys that turns little with the position
 # The files that take longest come first: none of them is left to one worker at the end.
 LONG = [f"test_{name}" for name in (
-    "recipes", "bad_flags", "tango_rl", "base_train", "sharding", "qwen", "plan", "faults", "common", "grading",
-    "attention_kernels", "kernels_gpu", "bad_input", "tiles", "cpu_compile", "cpu_kernels", "decode_cache", "engine",
-    "fresh_weights", "hf_tokenizer_hostile", "verifier_eval", "kernels", "bench", "chat_sft", "chat_eval", "report",
-    "gpt", "label_steps", "apart", "gpu_day", "setup", "competition", "gguf", "attention")]
+    "recipes", "bad_flags", "tango_rl", "tango", "base_train", "sharding", "qwen", "plan", "faults", "common",
+    "grading", "attention_kernels", "kernels_gpu", "bad_input", "tiles", "cpu_compile", "cpu_kernels", "decode_cache",
+    "engine", "fresh_weights", "hf_tokenizer_hostile", "verifier_eval", "kernels", "bench", "chat_sft", "chat_eval",
+    "report", "gpt", "label_steps", "apart", "gpu_day", "setup", "competition", "gguf", "attention")]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,4 +1,4 @@
-"""The trainer end to end on a tiny pair: what a run leaves, resume, signals, ranks, few gold answers."""
+"""The trainer end to end on a tiny pair: what a run leaves, resume, signals, ranks."""
 import itertools
 import json
 import os
@@ -7,30 +7,24 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import RL_FLAGS, TASK_FLAGS, parse, scripts_on_two_ranks, train
-from test_dpo import random_play, weights_of
 
 from nanochat.checkpoint import list_steps, saved_steps
 from nanochat.common import BadInput, Diverged, StopRequested
-from nanochat.recipes.tango import _judged, tango
 from nanochat.recipes.tango._observe import LENIENT, watch_leniency
-from nanochat.rl.credit.rewards import VerdictTrust
 from nanochat.rl.learn import state
 from nanochat.rl.measure import evals
 from nanochat.rl.play.play import Play
 from nanochat.rl.play.updates import apply_update
-from nanochat.rl.records.prompts import Verification
 from nanochat.rl.run import prepare, steps
 from nanochat.storage.run import MEASURED, lock_run
 from scripts import chat_sft, tango_rl
 from tasks.chain import Chain
-from tasks.common import Problem, epoch_order, nth_of_epochs
-from tasks.few_labels import FewLabels
+from tasks.common import epoch_order, nth_of_epochs
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 EVERY = ["--run", "r", "--save-every", "1", "--eval-every", "2"]
@@ -378,110 +372,6 @@ def test_wandb_offline_needs_no_network(base, monkeypatch):
     assert len(records(base, "w")) == 1
 
 
-@pytest.mark.parametrize("flags", [
-    ["--combine", "advantages", "--advantage", "rloo", "--updates-per-batch", "2", "--kl-coef", "0.1", "--kl", "k2",
-     "--entropy-coef", "0.01", "--dual-clip", "3", "--verifier-replay", "0", "--no-verifier-balance"],
-    ["--loss", "reinforce", "--aggregation", "token", "--advantage", "dr_grpo", "--lr-schedule", "linear"]])
-def test_variants_run_and_keep_past_solutions_only_where_they_are_used(base, flags):
-    train(*AT_THE_END, "--num-steps", "2", *flags)
-    assert all(r.get("gen/skipped", r.get("ver/skipped")) == 0 for r in records(base, "r"))
-    state, = (base / "runs" / "r").glob("state_*.pt")
-    assert ("pool" in torch.load(state, weights_only=True)["memory"]) == ("--no-verifier-balance" not in flags)
-
-
-def test_outcome_verifier_rewards_the_final_verdict_and_no_step(base):
-    train(*AT_THE_END, "--recipe", "outcome_verifier", "--alpha-start", "1", "--alpha-end", "1", "--log-rollouts", "8",
-          "--warmup-steps", "0", "--num-steps", "2")
-    rollouts = [r for r in records(base, "r", "rollouts.jsonl") if r["role"] == "generator"]
-    assert {r["verdict"] for r in rollouts} >= {True, False} and any(r["advantages"][0] for r in rollouts)
-    for r in rollouts:
-        assert len(set(r["advantages"])) == 1
-        assert (r["advantages"][0] >= 0 if r["verdict"]
-                else r["advantages"][0] <= 0 if r["verdict"] is False else r["advantages"][0] == 0)
-
-
-def solved_problems(monkeypatch) -> list[tuple[str, list[int]]]:
-    """(draw, indices of the problems) of everything that is solved in steps from here on."""
-    solved, solve = [], Play.solve
-    def noted(self, draw, problems, *args, **flags):
-        if not self.evaluating:
-            solved.append((draw, [p.index for p in problems]))
-        return solve(self, draw, problems, *args, **flags)
-    monkeypatch.setattr(Play, "solve", noted)
-    return solved
-
-
-def test_labelled_problems_come_again_and_their_outcomes_alone_are_told():
-    """Of 7 problems 3 are labelled: one in two that are drawn, or one in four, or all. The others come in turn."""
-    task = SimpleNamespace(num_problems=lambda split: 7, check=lambda problem, text: text == problem.answer, name="x")
-    order = lambda share, **which: [FewLabels(task, 3, share, 3).index_of(i, **which) for i in range(10)]
-    assert order(0.5) == [0, 3, 1, 4, 2, 5, 0, 6, 1, 3] and order(0.25) == [0, 3, 4, 5, 1, 6, 3, 4, 2, 5]
-    assert order(1.0) == order(0.5, labelled=True) == [0, 1, 2] * 3 + [0]
-    few = FewLabels(task, 3, 0.5, 3)
-    of = lambda index, split="rl": [(few.check(p, text), few.hidden(p, text)) for text in "12"
-                                    for p in [Problem(split, index, "0+1", "1")]]
-    assert of(2) == of(9, "test_in") == [(True, None), (False, None)] and of(3) == [(None, True), (None, False)]
-    assert few.name == "x" and few.num_problems("rl") == 7
-    for num in (3, 5):
-        with pytest.raises(BadInput, match=f"--num-labelled {num}: with and without a gold answer"):
-            FewLabels(task, num, 0.5, 4 if num == 3 else 3)
-    del task.num_problems  # endless: the others never come again
-    assert [FewLabels(task, 3, 0.5, 3).index_of(i) for i in (21, 401)] == [13, 203]
-
-
-def test_with_few_labelled_problems_half_of_a_batch_has_no_outcome(base, monkeypatch):
-    """Every second problem of a generator step has index 6 or more; a verifier step judges labelled ones alone."""
-    solved = solved_problems(monkeypatch)
-    train(*AT_THE_END, "--num-labelled", "6")
-    drawn = {draw: [i for name, places in solved if name == draw for i in places] for draw in ("solutions", "judged")}
-    assert len(drawn["judged"]) == 3 * 4 and set(drawn["judged"]) == set(range(6))
-    labelled, others = ([i for i in drawn["solutions"] if (i < 6) is kind] for kind in (True, False))
-    assert len(labelled) == len(others) == 4 * 2 and len(set(others)) == 8
-    log = [r for r in records(base, "r") if r["role"] == "generator"]
-    assert [r["gen/unscorable"] for r in log] == [0.5] * 4
-    assert all(0 <= r[f"gen/unlabelled/{name}"] <= 1 for r in log for name in ("outcome/mean", "verdict_accuracy"))
-    outcomes = [r["outcome"] for r in records(base, "r", "rollouts.jsonl") if r["role"] == "generator"]
-    assert outcomes.count(None) == 16 and len(outcomes) == 32
-
-
-def test_a_start_that_was_not_taught_what_it_is_asked_for_is_warned_of(base, capsys):
-    train("--run", "r", "--recipe", "multi_agent_evolve", "--dry-run")
-    out = capsys.readouterr().out
-    assert "WARNING: the SFT of tiny had no verifications (chat_sft --role both)" in out
-    assert "WARNING: the SFT of tiny had no demonstrations of kind propose (chat_sft --demo-shares)" in out
-    train("--run", "r", "--recipe", "self_rewarding", "--dry-run")  # two roles from one checkpoint
-    assert capsys.readouterr().out.count("had no verifications") == 1
-    train("--run", "r", "--recipe", "marti", "--dry-run")
-    assert "kind refine or revise" in capsys.readouterr().out
-    train("--run", "r", "--dry-run")
-    assert "the SFT of" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("earn", ["steps", "verdict"])
-def test_no_gold_answer_of_an_unlabelled_problem_enters_an_update(base, earn):
-    """A check that finds all of them right, or wrong, gives the same weights; one of labelled ones gives others."""
-    def moved(labelled: bool, others: bool, kind: str = "posterior") -> dict[str, torch.Tensor]:
-        t = random_play("tango", "--verifier-max-new-tokens", "36", "--step-rewards", kind)
-        t.task.check = lambda problem, text: len(text) % 2 == 0 if problem.index < 4 and labelled else others
-        t.sampler.task = FewLabels(t.task, 4, 0.5, 4)
-        num_steps = lambda rollouts: [len(prompt.solution.step_ends) for prompt in rollouts.prompt_of()]
-        said = lambda n, text: Verification([len(text) % 3 > 0] * n, len(text) % 2 == 0, ())
-        t.read_verifications = lambda rollouts: list(map(said, num_steps(rollouts), rollouts.texts))
-        update, = tango.generator_step(t, tango.written, earn)
-        solutions = update.parts[0][0]
-        assert {p.index < 4 for p in solutions.problems()} == {True, False}
-        hidden = [verdict for problem, verdict in zip(solutions.problems(), solutions.columns["verdict"], strict=True)
-                  if problem.index >= 4]
-        assert t.metrics["gen/unlabelled/outcome/mean"] == others
-        assert t.metrics["gen/unlabelled/verdict_accuracy"] == pytest.approx(hidden.count(others) / len(hidden))
-        apply_update(t, update)
-        return weights_of(t.roles["generator"].model)
-    plain, same, *other = moved(True, True), moved(True, False), moved(False, True), moved(True, True, "verdicts")
-    assert all(torch.equal(plain[name], same[name]) for name in plain)
-    differ = [any(not torch.equal(plain[name], weights[name]) for name in plain) for weights in other]
-    assert differ == [True, earn == "steps"]
-
-
 def test_a_lenient_verifier_is_told_of(straight):
     log, average = [r for r in records(straight, "r") if r["role"] == "generator"], None
     for record in log:
@@ -498,43 +388,3 @@ def test_a_lenient_verifier_is_told_of(straight):
                                "pos_rate_wrong" if has_labels else "wrong_steps_passed": 0.9})
         assert [values["wrong_passed"] for values in told] == pytest.approx([0.2, 0.2, 0.36])
         assert [values["lenient"] for values in told] == [False, False, True]
-
-
-@pytest.mark.parametrize("has_answer", [True, False])
-def test_a_solution_without_an_answer_says_nothing_of_its_steps(monkeypatch, has_answer):
-    """One that is cut off may lack steps and have no wrong ones: its steps are believed as far as verdicts are."""
-    monkeypatch.setattr(_judged, "answers_of", lambda task, texts: ["1" if has_answer else None] * len(texts))
-    told: dict = {}
-    t = SimpleNamespace(task=None, memory={}, device=torch.device("cpu"), reduce=lambda x: x,
-                        log=lambda role, values: told.update(values))
-    solutions = SimpleNamespace(texts=["a", "b", "c"], columns={"outcome": [True, False, True]})
-    verdicts = [[True, False], [True, True], None]
-    chances = _judged.posterior(t, solutions, verdicts)
-    believed = [row and [told[f"trust/right_if_{'right' if v else 'wrong'}"] for v in row] for row in verdicts]
-    assert (chances == believed) == (not has_answer) and chances[2] is None
-    assert solutions.columns["step_chances"] == chances and t.memory["trust"]["luck"] == told["trust/luck"]
-    if has_answer:  # a batch after the other moves one estimate, which is saved with the run
-        _judged.posterior(t, solutions, verdicts[::-1])
-        trust = VerdictTrust()
-        for batch in (verdicts, verdicts[::-1]):
-            trust.observe(batch, solutions.columns["outcome"])
-        assert t.memory["trust"] == asdict(trust)
-
-
-def test_solutions_that_are_alike_are_verified_once(base, monkeypatch):
-    flags, seen, verify = ["--num-steps", "1", "--warmup-steps", "0", "--temperature", "0.4"], [], tango.written
-    def watched(t, solutions):
-        judged = verify(t, solutions)
-        seen.append((list(zip(solutions.group_id.tolist(), solutions.texts, strict=True)), judged.verifications))
-        return judged
-    monkeypatch.setattr(tango, "written", watched)
-    train("--run", "all", *flags, "--num-samples", "8", "--no-verify-distinct")
-    train("--run", "one", *flags, "--num-samples", "8")
-    (record_all,), (record_one,) = records(base, "all"), records(base, "one")
-    said = [[{v.text for k, v in zip(keys, verifications, strict=True) if k == key} for key in dict.fromkeys(keys)]
-            for keys, verifications in seen]
-    assert seen[0][0] == seen[1][0] and len(said[1]) < len(seen[1][0])
-    assert max(map(len, said[0])) > 1 == max(map(len, said[1]))
-    assert record_all["gen/verified"] == 1
-    assert record_one["gen/verified"] == pytest.approx(len(said[1]) / len(seen[1][0]))
-    assert record_one["gen/sampled_tokens"] < record_all["gen/sampled_tokens"]
