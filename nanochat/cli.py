@@ -86,10 +86,19 @@ def script_main(main, parser, argv: list[str] | None = None, is_shown: bool = Fa
         sys.exit(code)
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """A script's docstring as it is, and the default of every flag that has one."""
+    def add_argument(self, action) -> None:
+        is_switch = action.nargs == 0 and not isinstance(action, argparse.BooleanOptionalAction)
+        says = action.help or ""  # argparse.SUPPRESS too
+        if not is_switch and action.default not in (None, "") and "default" not in says and says != argparse.SUPPRESS:
+            action.help = f"{says} (default: %(default)s)".lstrip()
+        super().add_argument(action)
+
+
 def new_parser(description: str) -> argparse.ArgumentParser:
-    """A parser whose help shows a script's docstring as it is, and that takes no abbreviated flags."""
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                   allow_abbrev=False)
+    """A parser of a script's flags, whose help begins with the script's docstring."""
+    return argparse.ArgumentParser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
 
 
 def add_device_arg(parser) -> None:

@@ -20,11 +20,24 @@ EXPECTED = {str: "a text", int: "a whole number", float: "a number", bool: "true
 METHODS = ("problem", "check", "step_labels", "solution_demo", "corrupted_solution", "verification_demo")  # of a task
 
 
+class ChooseTask(argparse.Action):
+    """Takes a task's name; what --help shows after it are the flags of this task alone."""
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        setattr(namespace, self.dest, values)
+        others = flags_of_others(values)
+        for action, text in self.helps.items():
+            action.help = argparse.SUPPRESS if action.dest.startswith(others) else text
+
+
 def add_task_args(parser) -> None:
-    """--task and the flags of every task."""
-    parser.add_argument("--task", default="chain", choices=list(TASKS))
+    """--task and the flags of every task, of which --help shows those of the chosen one."""
+    choose = parser.add_argument("--task", default="chain", choices=list(TASKS), action=ChooseTask,
+                                 help="--task NAME --help shows its flags")
+    num_before = len(parser._actions)
     for module in MODULES:
         module.add_args(parser)
+    choose.helps = {action: action.help for action in parser._actions[num_before:]}
+    choose(parser, argparse.Namespace(), choose.default)
 
 
 def task_actions() -> list[argparse.Action]:

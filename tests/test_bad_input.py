@@ -291,3 +291,15 @@ def test_help_says_what_a_continued_run_may_change(capsys):
             parser.parse_args(["--help"])
         text = " ".join(capsys.readouterr().out.split())
         assert "flags that may change then: --" in text and "--save-every" in text.partition("may change then")[2][:400]
+
+
+def test_help_shows_the_flags_of_the_chosen_task_and_their_defaults(capsys):
+    shown = {}
+    for task in ("", "gsm8k", "brittle", "mixture"):
+        with pytest.raises(SystemExit):
+            tango_rl.make_parser().parse_args([*(["--task", task] if task else []), "--help"])
+        shown[task] = " ".join(capsys.readouterr().out.split())
+    assert "modulo this, so they are single digits (default: 10)" in shown[""] and "--gsm8k" not in shown[""]
+    assert "--gsm8k-data" in shown["gsm8k"] and "--chain-modulus" not in shown["gsm8k"]
+    assert {"--chain-modulus" in shown[task] for task in ("brittle", "mixture")} == {True}  # which rest on it
+    assert "--gsm8k-data" in shown["mixture"] and "--clip-low CLIP_LOW (default: 0.2)" in shown["mixture"]
