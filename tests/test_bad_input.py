@@ -61,7 +61,7 @@ def refused(capsys, base, script, *flags: str) -> str:
     (["--resume-from-step", "auto", "--run", "dummy"], ["dummy", "name"]),
     (["--resume-from-step", "5", "--run", "nothing"], ["nothing", "step 5", "none"]),
     (["--resume-from-step", "last", "--run", "r"], ["--resume-from-step last", "auto"]),
-    (["--run", "a/b"], ["--run a/b"]),
+    (["--run", "a/b"], ["--run a/b"]), (["--keep", "-1"], ["--keep -1: must be at least 0"]),
     (["--model-tag", "../x"], ["--model-tag ../x"]),
     (["--recipe", "fixed_verifier", "--verifier-shared-layers", "1"], ["a flag of recipe", "fixed_verifier"]),
 ])

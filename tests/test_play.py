@@ -318,7 +318,8 @@ BAD_UPDATES = [
         ({"step": [1] * 4}, "column 'step' .* the loop itself writes step"), ({(1, 2): [1] * 4}, "not tuple"))],
     *[(Update("generator", [(rollouts_of(), ONES)], **options), words) for options, words in (
         (dict(aggregation="line"), "names 'line'; there are"), (dict(loss=PolicyLoss("abc")), "names 'abc'; there are"),
-        (dict(loss=PolicyLoss(kl="k9")), "names 'k9'"),
+        (dict(loss=PolicyLoss(kl="k9")), "names 'k9'"), (dict(lr=-1.0), "has lr -1.0 and num_updates 1: they must be"),
+        (dict(num_updates=0), "num_updates 0: they must be"), (dict(num_updates=0.5), "num_updates 0.5"),
         (dict(loss=PolicyLoss(kl_coef=0.1)), "a KL to its start, which is not kept"))]]
 
 
@@ -392,6 +393,17 @@ def test_an_evaluation_takes_no_problem_from_training_and_has_the_limit_of_what_
     t.sampler.sample = lambda model, prompts, num, stream, limit, *more: asked.append(limit) or rollouts_of()
     t.refine("eval", rollouts_of().select([]), [], 1, role="generator")
     assert asked == [6]
+
+
+def test_every_draw_and_every_step_has_noise_of_its_own_and_evaluations_have_the_same_in_all():
+    t, streams = play_of(generator=tiny_model()), []
+    t.draws = {name: Draw("generator", 4, 2, 8) for name in ("solutions", "second")}
+    t.sampler.sample = lambda model, prompts, num, stream, *more: streams.append(stream) or rollouts_of()
+    for t.state.step, t.evaluating in ((0, False), (1, False), (1, True), (2, True)):
+        t.done.clear()
+        for name in t.draws:
+            t.sample(name, [])
+    assert len(set(streams[:6])) == 6 and streams[4:6] == streams[6:]
 
 
 def test_a_snapshot_carries_its_step_through():

@@ -10,7 +10,8 @@ from test_tango_rl import AT_THE_END, records
 
 from nanochat.common import BadInput
 from nanochat.recipes.tango import _judged, tango
-from nanochat.rl.credit.rewards import VerdictTrust
+from nanochat.recipes.tango._pool import class_weights
+from nanochat.rl.credit.rewards import ClassWeights, VerdictTrust
 from nanochat.rl.play.play import Play
 from nanochat.rl.play.updates import apply_update
 from nanochat.rl.records.prompts import Verification
@@ -38,6 +39,15 @@ def test_outcome_verifier_rewards_the_final_verdict_and_no_step(base):
         assert len(set(r["advantages"])) == 1
         assert (r["advantages"][0] >= 0 if r["verdict"]
                 else r["advantages"][0] <= 0 if r["verdict"] is False else r["advantages"][0] == 0)
+
+
+def test_class_weights_remember_the_batches_before_and_are_saved_with_the_run(base):
+    t, expected = random_play("tango", "--num-samples", "2"), ClassWeights()
+    for right in (4, 0):  # of 4 verifications of 2 solutions
+        outcomes = [True] * right + [False] * (4 - right)
+        expected.observe(right / 2, 2 - right / 2)
+        assert class_weights(t, outcomes).tolist() == pytest.approx([expected.weight(o) for o in outcomes])
+    assert t.memory["class_weights"] == asdict(expected)
 
 
 def solved_problems(monkeypatch) -> list[tuple[str, list[int]]]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nanochat import __version__
-from nanochat.cli import add_device_arg, check_name
+from nanochat.cli import add_device_arg, at_least, check_name
 from nanochat.common import BadInput, CannotWrite, StopRequested, all_reduce, finite, print0, rank_and_world
 from nanochat.storage.files import path_of, read_records, whole_file, write_json, writing
 from nanochat.storage.writer import Writer
@@ -152,7 +152,7 @@ def add_run_args(parser) -> None:
 
 def add_keep_arg(parser) -> None:
     """The flag of scripts that save several checkpoints. All are kept by default: nobody loses one without asking."""
-    parser.add_argument("--keep", type=int, default=0,
+    parser.add_argument("--keep", type=at_least(0), default=0,
                         help="how many checkpoints to keep: older ones are removed once a newer one is whole on the "
                              "disk, but not the one that this start goes on from, nor any that another run started "
                              "from; 0 = all")

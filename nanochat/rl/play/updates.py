@@ -2,6 +2,7 @@
 What the loop makes of an Update that a recipe yields: it is checked, and applied in one optimizer step, or in several.
 """
 import json
+import math
 import time
 from dataclasses import replace
 
@@ -50,6 +51,9 @@ def check_update(t: Play, wanted: Update) -> None:
                        f"floats on the same device")
     for rollouts, _ in wanted.parts:
         check_columns(rollouts.columns, len(rollouts))
+    lr, times = 0.0 if wanted.lr is None else wanted.lr, 1 if wanted.num_updates is None else wanted.num_updates
+    if not (isinstance(lr, int | float) and 0 <= lr < math.inf and isinstance(times, int) and times >= 1):
+        raise BadInput(f"{what} has lr {lr} and num_updates {times}: they must be at least 0 and at least 1")
     loss = wanted.loss or t.loss
     for word, table in ((loss.name, POLICY_LOSSES), (loss.kl, KL_ESTIMATORS),
                         (wanted.aggregation or t.args.aggregation, AGGREGATIONS)):

@@ -49,7 +49,8 @@ def play(t: Play, recipe, most: int) -> list[Update]:
         raise BadInput(f"--recipe {t.args.recipe}: play gives a {type(updates).__name__}: it must yield an Update for "
                        f"each optimizer step")
     for update in updates:
-        t.log(update.role, apply_update(t, update))
+        metrics = apply_update(t, update)
+        t.log(update.role, metrics)
         updated.append(update)
         if len(updated) > most:
             raise BadInput(f"--recipe {t.args.recipe}: play has yielded {len(updated)} Updates in one step and does "
