@@ -45,7 +45,7 @@ def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, b
                        f"{', '.join(map(str, steps)) or 'none'}")
     check_records(args.run, folder, step)
     before = read_config(args.run)["args"]
-    is_own = "recipe" in may_change and before["recipe"].endswith(".py")
+    is_own = "recipe" in may_change and str(before.get("recipe")).endswith(".py")
     if before.get("recipe", args.recipe) != args.recipe and not is_own:
         raise BadInput(f"--recipe {args.recipe}: run {args.run} is of recipe {before['recipe']}; a continued run "
                        f"cannot change it")
