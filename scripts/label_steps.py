@@ -104,6 +104,8 @@ def check_args(args) -> None:
             check_name(f"--{role}-tag", tag)
             if value != wanted:
                 raise BadInput(f"--{role}-tag {tag}: method {args.method} asks no {role}")
+        elif (getattr(args, f"{role}_source"), getattr(args, f"{role}_step")) != ("sft", -1):
+            raise BadInput(f"--{role}-source, --{role}-step: are for --{role}-tag")
     if value == "best_of" and args.best_of > args.num_completions:
         raise BadInput(f"--best-of {args.best_of}: needs as many completions, and --num-completions is "
                        f"{args.num_completions}")

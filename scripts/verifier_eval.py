@@ -124,6 +124,8 @@ def check_args(args) -> None:
     if args.judge_report and not args.generator_tag or args.own_tag and not args.judge_report:
         raise BadInput("--judge-report: is of a generator's solutions, so it needs --generator-tag" if args.judge_report
                        else f"--own-tag {args.own_tag}: is for --judge-report")
+    if not args.own_tag and (args.own_step, args.own_source) != (-1, "sft"):
+        raise BadInput(f"--own-step {args.own_step} --own-source {args.own_source}: are for --own-tag")
     given = [name for name in task_flags() if getattr(args, name) is not None]
     if given and not args.generator_tag:
         raise BadInput(f"--{given[0].replace('_', '-')} {getattr(args, given[0])}: is for --generator-tag")

@@ -159,13 +159,10 @@ def write(folder, library: Library, config: dict | None, generation: dict | None
     return str(folder)
 
 
-def write_kinds(root) -> dict[str, str]:
-    return {kind: write(root / kind, make(), config, generation) for kind, (make, config, generation) in KINDS.items()}
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
-    return write_kinds(tmp_path_factory.mktemp("tokenizers"))
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {kind: write(root / kind, make(), config, generation) for kind, (make, config, generation) in KINDS.items()}
 
 
 @pytest.fixture(scope="module")

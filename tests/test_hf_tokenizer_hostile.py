@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from test_hf_tokenizer import (LLAMA2, QWEN25, QWEN_SPLIT, every_kind, llama2, qwen, said, trained, turns,
-                               with_template, write, write_kinds)
+from test_hf_tokenizer import (LLAMA2, QWEN25, QWEN_SPLIT, every_kind, folders, llama2, loaded, qwen, said,  # noqa: F401
+                               trained, turns, with_template, write)
 from tokenizers import AddedToken, Tokenizer as Library, models, normalizers, pre_tokenizers
 
 from nanochat.common import BadInput
@@ -16,15 +16,7 @@ from nanochat.hf import chat_template, template_worker
 from nanochat.hf.tokenizer import HFTokenizer, load_own_tokenizer, load_tokenizer, mark_of
 from nanochat.tokenizer import Tokenizer
 
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, str]:
-    return write_kinds(tmp_path_factory.mktemp("tokenizers"))
-
-
-@pytest.fixture(scope="module")
-def loaded(folders) -> dict[str, HFTokenizer]:
-    return {kind: HFTokenizer.load(folder) for kind, folder in folders.items()}
+# ruff: noqa: F811
 
 
 def controls(tokenizer, ids) -> Counter:

@@ -304,6 +304,7 @@ GOOD = {"split": "rl", "index": 0, "prompt": "P", "solution": "1+1:2;=2"}
 @pytest.mark.parametrize("flags, lines, words", [
     (["--method", "pav", "--best-of", "5"], None, ["--best-of 5", "--num-completions is 4"]),
     (["--prover-tag", "tiny-ver"], None, ["--prover-tag tiny-ver", "math_shepherd", "no prover"]),
+    (["--prover-step", "3"], None, ["--prover-step", "are for --prover-tag"]),
     (["--method", "pav", "--prover-tag", "nobody"], None, ["nobody", "tiny-ver"]),
     (["--step", "7"], None, ["no step 7", "200"]),
     (["--solutions", "there.jsonl", "--num-problems", "3"], [GOOD], ["--num-problems: is of solutions that are"]),

@@ -247,6 +247,7 @@ ON_TASK = ["--generator-tag", "tiny"]
     ([*ON_TASK, "--subset", "math"], ["--subset math"]),
     (["--processbench", "BENCH", "--judge-report"], ["--judge-report", "--generator-tag"]),
     ([*ON_TASK, "--own-tag", "tiny"], ["--own-tag tiny", "--judge-report"]),
+    ([*ON_TASK, "--own-step", "3"], ["--own-step 3", "are for --own-tag"]),
     (["--processbench", "BENCH", "--num-verifications", "2"], ["--num-verifications 2", "--temperature above 0"]),
     ([*ON_TASK, "--generator-temperature", "0"], ["--num-samples 8", "--generator-temperature above 0"]),
     (["--processbench", "BENCH", "--task", "chain"], ["--task chain: is for --generator-tag"]),

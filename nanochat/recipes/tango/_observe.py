@@ -10,7 +10,7 @@ from nanochat.rl.records.prompts import Verification
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.judge_evals import judge_scores
 
-MOVING_DECAY = 0.8  # of the verifier's scores that decide over phases and warnings
+MOVING_DECAY = 0.8  # of the share of wrong steps that pass
 LENIENT = 0.3  # a run warns while more than this share of the generator's wrong steps passes
 
 
@@ -53,20 +53,14 @@ def observe_verifier(t: Play, solutions: Rollouts, rollouts: Rollouts, verificat
     log_variances(t, "verifier", rollouts, {name: terminal_rewards(values, rollouts.lengths)
                                             for name, values in parts.items()})
     t.log("verifier", t.mean({f"rewards/{name}/mean": values for name, values in parts.items()}))
-    move_average(t, "balanced_acc", scores["balanced_acc"])
 
 
 def watch_leniency(t: Play, scores: dict) -> None:
     """Logs what share of the wrong steps has passed lately (wrong_passed), of the wrong solutions where the task has no
-    step labels, and whether that is too much (lenient)."""
+    step labels, and whether that is too much (lenient). It is a moving average, None before its first value."""
     has_labels = getattr(t.task, "has_step_labels", True)
-    passed = move_average(t, "wrong_passed", scores["wrong_steps_passed" if has_labels else "pos_rate_wrong"])
-    t.log("generator", {"wrong_passed": passed, "lenient": passed is not None and passed > LENIENT})
-
-
-def move_average(t: Play, name: str, now: float | None) -> float | None:
-    """A moving average that is saved with the run; None before its first value."""
-    before = t.memory.get(name)
+    passed, now = t.memory.get("wrong_passed"), scores["wrong_steps_passed" if has_labels else "pos_rate_wrong"]
     if now is not None:
-        t.memory[name] = now if before is None else MOVING_DECAY * before + (1 - MOVING_DECAY) * now
-    return t.memory.get(name)
+        passed = now if passed is None else MOVING_DECAY * passed + (1 - MOVING_DECAY) * now
+        t.memory["wrong_passed"] = passed
+    t.log("generator", {"wrong_passed": passed, "lenient": passed is not None and passed > LENIENT})

@@ -9,7 +9,7 @@ Departures:
    (--verifier-replay).
 2. alpha decays from 0.3 to 0.03, not from 0.1 to 0.001.
 3. Format reward: 1, less 0.25 per unmet criterion; class weights: sqrt(n / 2n_c), at most 4.
-4. Step rewards take the outcome into account (--step-rewards posterior), both rewards are added before normalising
+4. Step rewards take the outcome into account (--step-rewards posterior), both rewards are normalised together
    (--combine rewards), and solutions of a problem that are alike share one verification (--verify-distinct). The
    paper's way is --step-rewards verdicts --combine advantages --no-verify-distinct.
 """
