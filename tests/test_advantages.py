@@ -7,22 +7,32 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from nanochat.rl.credit.advantages import PRESETS, SparseRewards, blend, gae, merge, source_advantages, whiten
-from nanochat.rl.credit.rewards import step_rewards, terminal_rewards
+from nanochat.rl.credit.rewards import CREDIT, step_rewards, terminal_rewards
 
 GROUP = torch.zeros(2, dtype=torch.long)
+BOTH = torch.ones(2, 2, dtype=torch.bool)
 CENTRED = [name for name, preset in PRESETS.items() if preset.center != "none"]
+
+
+def inside(lengths: list, T: int) -> torch.Tensor:
+    """The mask of rollouts of these lengths. (N, T)"""
+    return torch.arange(T) < torch.tensor(lengths, dtype=torch.long)[:, None]
 
 
 def outcome_advantages(values: list, preset: str, group_id: list | None = None, T: int = 1,
                        lengths: list | None = None) -> torch.Tensor:
     """Advantages (N, T) of one reward per rollout; all rollouts are one group unless group_id says otherwise."""
-    rewards = terminal_rewards(values, torch.tensor(lengths or [T] * len(values), dtype=torch.long))
-    return source_advantages(rewards, torch.tensor(group_id or [0] * len(values), dtype=torch.long), T, PRESETS[preset])
+    lengths = lengths or [T] * len(values)
+    rewards = terminal_rewards(values, torch.tensor(lengths, dtype=torch.long))
+    groups = torch.tensor(group_id or [0] * len(values), dtype=torch.long)
+    return source_advantages(rewards, groups, inside(lengths, T), PRESETS[preset])
 
 
-def step_advantages(step_ends: list, verdicts: list, preset: str, T: int, group_id: list | None = None) -> torch.Tensor:
-    rewards = step_rewards(step_ends, verdicts, "cpu")
-    return source_advantages(rewards, torch.tensor(group_id or [0] * len(verdicts)), T, PRESETS[preset])
+def step_advantages(step_ends: list, verdicts: list, preset: str, T: int, group_id: list | None = None,
+                    credit: str = "to_go") -> torch.Tensor:
+    rewards = step_rewards(step_ends, verdicts, "cpu", credit)
+    groups = torch.tensor(group_id or [0] * len(verdicts))
+    return source_advantages(rewards, groups, inside([T] * len(verdicts), T), PRESETS[preset])
 
 
 def assert_rows(advantages, rows):
@@ -32,7 +42,7 @@ def assert_rows(advantages, rows):
 @pytest.mark.parametrize("preset, expected", [
     ("grpo", [1.5, -0.5, -0.5, -0.5]),              # mean 1/4, unbiased variance (9 + 1 + 1 + 1) / 16 / 3 = 1/4
     ("rloo", [1.0, -1 / 3, -1 / 3, -1 / 3]),        # 1 - 0; 0 - (1 + 0 + 0) / 3
-    ("reinforce++", [1.5, -0.5, -0.5, -0.5]),       # the only group is the batch
+    ("reinforce++", [1.5, -0.5, -0.5, -0.5]),       # of one token each
     ("dr_grpo", [0.75, -0.25, -0.25, -0.25]),       # deviations from the mean 1/4, not divided
     ("reinforce", [1.0, 0.0, 0.0, 0.0])])
 def test_presets_of_one_group_by_hand(preset, expected):
@@ -40,10 +50,11 @@ def test_presets_of_one_group_by_hand(preset, expected):
 
 
 def test_a_reward_reaches_its_rollouts_tokens_tiny_differences_stay_small_and_none_moves_no_baseline():
-    """reinforce spreads over the whole row, which the mask cuts."""
     assert_rows(outcome_advantages([1, 0], "dr_grpo", T=4, lengths=[3, 1]),
                 [[0.5, 0.5, 0.5, 0.0], [-0.5, 0.0, 0.0, 0.0]])
-    assert_rows(outcome_advantages([1, 0], "reinforce", T=4, lengths=[3, 1]), [[1.0] * 4, [0.0] * 4])
+    assert_rows(outcome_advantages([1, 0], "reinforce", T=4, lengths=[3, 1]), [[1.0] * 3 + [0.0], [0.0] * 4])
+    # Tokens 1, 1, 1 | 0: mean 3/4, unbiased variance (3 / 16 + 9 / 16) / 3 = 1/4; each token counts, not each rollout.
+    assert_rows(outcome_advantages([1, 0], "reinforce++", T=4, lengths=[3, 1]), [[0.5] * 3 + [0.0], [-1.5, 0, 0, 0]])
     # [0, 2e-6]: deviations -1e-6 and 1e-6, divided by sqrt(2) 1e-6 + 1e-6: 0.414214, not 0.707107.
     assert_rows(outcome_advantages([0.0, 2e-6], "grpo"), [[1 - 2 ** 0.5], [2 ** 0.5 - 1]])
     # [1, 0, None]: mean 1/2, std sqrt((1/4 + 1/4) / 1); counted as 0 the None would make the mean 1/3.
@@ -59,7 +70,8 @@ def test_equal_rewards_and_a_group_of_one_give_exactly_zero(preset):
     for value in (0.0, 1.0, 1.8, 0.1, -0.7):
         for G in (1, 2, 3, 7):
             assert torch.equal(outcome_advantages([value] * G, preset), torch.zeros(G, 1))
-    assert torch.equal(step_advantages([[0, 1, 2]] * 3, [[True] * 3] * 3, preset, T=3), torch.zeros(3, 3))
+    credit = "to_go" if PRESETS[preset].scope == "group" else "own_step"  # less is to come after each step
+    assert torch.equal(step_advantages([[0, 1, 2]] * 3, [[True] * 3] * 3, preset, 3, credit=credit), torch.zeros(3, 3))
 
 
 @pytest.mark.parametrize("preset", [name for name in CENTRED if PRESETS[name].scope == "group"])
@@ -73,7 +85,7 @@ def test_leaving_an_abstaining_rollout_out_changes_nothing_for_the_others(preset
     values, rest = [1.8, None, 0.3, 0.8, None, 1.0], [0, 2, 3, 5]
     rewards = terminal_rewards(values, torch.ones(6, dtype=torch.long))
     rewards.values[[1, 4]] = float("nan")
-    with_it = source_advantages(rewards, torch.zeros(6, dtype=torch.long), 1, PRESETS[preset])
+    with_it = source_advantages(rewards, torch.zeros(6, dtype=torch.long), inside([1] * 6, 1), PRESETS[preset])
     assert torch.equal(with_it[rest], outcome_advantages([values[n] for n in rest], preset))
     assert torch.equal(with_it[[1, 4]], torch.zeros(2, 1))
 
@@ -112,9 +124,9 @@ def test_tango_by_hand():
     assert A_STEP[0][0] == pytest.approx(-1.460593, rel=1e-6) and A_STEP[1][0] == pytest.approx(1.095445, rel=1e-6)
     # eq. 7 with alpha 1/4. First token of the first rollout: 0.75 * 1.154701 - 0.25 * 1.460593 = 0.500877.
     group_id, outcome = torch.zeros(3, dtype=torch.long), terminal_rewards(OUTCOMES, torch.tensor(LENGTHS))
-    assert_rows(source_advantages(outcome, group_id, 5, PRESETS["grpo"]), A_OUT)
+    assert_rows(source_advantages(outcome, group_id, inside(LENGTHS, 5), PRESETS["grpo"]), A_OUT)
     sources = [(0.75, outcome), (0.25, step_rewards(STEP_ENDS, VERDICTS, "cpu"))]
-    blended = blend(sources, group_id, 5, PRESETS["grpo"])
+    blended = blend(sources, group_id, inside(LENGTHS, 5), PRESETS["grpo"])
     torch.testing.assert_close(blended, 0.75 * torch.tensor(A_OUT) + 0.25 * torch.tensor(A_STEP), rtol=1e-5, atol=1e-6)
     assert blended[0, 0].item() == pytest.approx(0.500877, rel=1e-5)
 
@@ -126,6 +138,24 @@ def test_tango_by_hand():
     ("dr_grpo", [[-2 / 3, -2 / 3, -5 / 6, -5 / 6], [2 / 3, 2 / 3, 2 / 3, 0.0]])])
 def test_step_advantages_of_other_presets_by_hand(preset, expected):
     assert_rows(step_advantages([[1, 3], [2]], [[True, False], [True]], preset, T=4), expected)
+
+
+def test_credit_by_hand():
+    """Two solutions, wrong in the second step and right throughout: mean and deviation of dr_grpo."""
+    found = {credit: step_advantages([[1, 3], [0, 2]], [[True, False], [True, True]], "dr_grpo", 5, credit=credit)
+             for credit in CREDIT}
+    # +-1/2: mean 1/4; deviations 1/4, -3/4 | 1/4, 1/4, and what comes after
+    assert_rows(found["to_go"], [[-1 / 2, -1 / 2, -3 / 4, -3 / 4, 0], [1 / 2, 1 / 4, 1 / 4, 0, 0]])
+    # +-1: mean 1/2; each step for itself, and nothing after the last
+    assert_rows(found["own_step"], [[1 / 2, 1 / 2, -3 / 2, -3 / 2, 0], [1 / 2, 1 / 2, 1 / 2, 0, 0]])
+    # the worst: -1 at token 3, and 1 at token 0, the first of equal ones
+    assert_rows(found["min"], [[-1, -1, -1, -1, 0], [1, 0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("credit", CREDIT)
+def test_a_solution_that_is_not_judged_has_no_advantage_whatever_the_credit(credit):
+    found = step_advantages([[1, 3], [0, 2], []], [[True, False], None, []], "reinforce", 5, credit=credit)
+    assert found[0].any() and not found[1:].any()
 
 
 def test_rloo_gives_zero_where_no_other_rollout_of_the_group_was_judged():
@@ -175,7 +205,8 @@ def test_grpo_is_eq_4_to_7(N, K, T):
         sources = [(0.75, sparse_case(2 * seed, N, 1, T)), (0.25, sparse_case(2 * seed + 1, N, K, T))]
         draw = torch.Generator().manual_seed(seed)
         group_id = torch.tensor([7, -3, 10 ** 12, 0])[torch.randint(4, (N,), generator=draw)]
-        actual, expected = blend(sources, group_id, T, PRESETS["grpo"]), naive_advantages(sources, group_id, T)
+        actual, expected = (blend(sources, group_id, inside([T] * N, T), PRESETS["grpo"]),
+                            naive_advantages(sources, group_id, T))
         torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
         assert not actual[(expected == 0).all(dim=1)].any()
 
@@ -199,27 +230,27 @@ def on_two_ranks(work) -> list:
 @pytest.mark.parametrize("split", [0, 1, 2, 5])
 def test_reinforce_plus_plus_on_two_ranks_equals_one_batch(split):
     step_ends, verdicts = [[1, 3], [1], [0, 2], [0], [3]], [[True, False], [True], None, [False], [True]]
-    group_id = torch.tensor([0, 0, 1, 1, 1])
+    group_id, mask = torch.tensor([0, 0, 1, 1, 1]), inside([4, 2, 3, 1, 4], 4)
     whole = step_rewards(step_ends, verdicts, "cpu")
 
     def work(rank, reduce):
         rows = slice(0, split) if rank == 0 else slice(split, 5)
         part = SparseRewards(whole.values[rows], whole.token_index[rows], whole.valid[rows])
-        return source_advantages(part, group_id[rows], 4, PRESETS["reinforce++"], reduce)
-    # 1/2, -1/2, 1, -1, 1: mean 0.2; deviations 0.3, -0.7, 0.8, -1.2, 0.8;
-    # squares 0.09 + 0.49 + 0.64 + 1.44 + 0.64 = 3.3; std sqrt(3.3 / 4)
-    s = (3.3 / 4) ** 0.5
-    expected = [[-0.4 / s, -0.4 / s, -0.7 / s, -0.7 / s], [0.8 / s, 0.8 / s, 0, 0], [0] * 4, [-1.2 / s, 0, 0, 0],
-                [0.8 / s] * 4]
-    assert_rows(source_advantages(whole, group_id, 4, PRESETS["reinforce++"]), expected)
+        return source_advantages(part, group_id[rows], mask[rows], PRESETS["reinforce++"], reduce)
+    # Returns 0, 0, -1/2, -1/2 | 1, 1 | -1 | 1, 1, 1, 1 of 11 tokens: mean 4/11; squares 7.5 less 11 (4/11)^2, over 10.
+    m, s = 4 / 11, (66.5 / 110) ** 0.5
+    expected = [[-m / s, -m / s, (-0.5 - m) / s, (-0.5 - m) / s], [(1 - m) / s, (1 - m) / s, 0, 0], [0] * 4,
+                [(-1 - m) / s, 0, 0, 0], [(1 - m) / s] * 4]
+    assert_rows(source_advantages(whole, group_id, mask, PRESETS["reinforce++"]), expected)
     assert_rows(torch.cat(on_two_ranks(work)), expected)
 
 
 def test_rewards_that_are_equal_on_each_rank_alone_carry_signal_and_a_group_never_asks_other_ranks():
     """[1, 1 | 0, 0]: mean 1/2, std sqrt(4 / 4 / 3) = sqrt(1/3), so +-0.866025. Equal on both ranks: exactly 0."""
     def advantages(*values):
+        mask, preset = inside([1, 1], 1), PRESETS["reinforce++"]
         return torch.cat(on_two_ranks(lambda rank, reduce: source_advantages(
-            terminal_rewards([values[rank]] * 2, torch.tensor([1, 1])), GROUP, 1, PRESETS["reinforce++"], reduce)))
+            terminal_rewards([values[rank]] * 2, torch.tensor([1, 1])), GROUP, mask, preset, reduce)))
     h = 0.75 ** 0.5
     assert_rows(advantages(1, 0), [[h], [h], [-h], [-h]])
     assert torch.equal(advantages(1.8, 1.8), torch.zeros(4, 1))
@@ -227,7 +258,7 @@ def test_rewards_that_are_equal_on_each_rank_alone_carry_signal_and_a_group_neve
         raise AssertionError("a collective call for a group")
     for preset in PRESETS.values():
         if preset.scope == "group":
-            source_advantages(terminal_rewards([1, 0], torch.tensor([1, 1])), torch.tensor([0, 0]), 1, preset, reduce)
+            source_advantages(terminal_rewards([1, 0], torch.tensor([1, 1])), GROUP, inside([1, 1], 1), preset, reduce)
 
 
 def test_sources_may_have_a_preset_each_and_merged_rewards_are_normalised_together():
@@ -236,16 +267,16 @@ def test_sources_may_have_a_preset_each_and_merged_rewards_are_normalised_togeth
                (0.25, step_rewards([[1, 3], [2]], [[True, False], [True]], "cpu"))]
     presets = [PRESETS["rloo"], PRESETS["dr_grpo"]]
     first, second = 0.75 - 0.25 * 2 / 3, 0.75 - 0.25 * 5 / 6
-    assert_rows(blend(sources, GROUP, 4, presets),
+    assert_rows(blend(sources, GROUP, inside([4, 4], 4), presets),
                 [[first, first, second, second], [-0.75 + 0.25 * 2 / 3] * 3 + [-0.75]])
     with pytest.raises(ValueError):
-        blend(sources, GROUP, 4, presets[:1])
+        blend(sources, GROUP, inside([4, 4], 4), presets[:1])
     # Outcomes .5 and 0 at token 1; steps .25 .25 and .25 -.25 at tokens 0 and 1: mean 1/6. What stands at or after a
     # token: 1/3 + 1/12 + 1/12 and 1/3 + 1/12; -1/6 + 1/12 - 5/12 and -1/6 - 5/12.
     sources = [(0.5, terminal_rewards([True, False], torch.tensor([2, 2]))),
                (0.5, step_rewards([[0, 1], [0, 1]], [[True, True], [True, False]], "cpu"))]
-    assert_rows(merge(sources, GROUP, 2, PRESETS["dr_grpo"]), [[1 / 2, 5 / 12], [-1 / 2, -7 / 12]])
-    scaled = merge(sources, GROUP, 2, PRESETS["grpo"])  # sum of squares 16+4+1+1+1+25 = 48 over 144, unbiased: 1/15
+    assert_rows(merge(sources, GROUP, BOTH, PRESETS["dr_grpo"]), [[1 / 2, 5 / 12], [-1 / 2, -7 / 12]])
+    scaled = merge(sources, GROUP, BOTH, PRESETS["grpo"])  # sum of squares 16+4+1+1+1+25 = 48 over 144, unbiased: 1/15
     assert_rows(scaled, [[1 / 2 * 15 ** 0.5, 5 / 12 * 15 ** 0.5], [-1 / 2 * 15 ** 0.5, -7 / 12 * 15 ** 0.5]])
 
 
@@ -253,10 +284,10 @@ def test_sources_may_have_a_preset_each_and_merged_rewards_are_normalised_togeth
 def test_merging_one_source_is_normalising_it_and_one_without_weight_is_none(preset):
     steps = step_rewards([[0, 1], [1]], [[True, False], [True]], "cpu")
     outcome = terminal_rewards([True, False], torch.tensor([2, 2]))
-    of = lambda rewards: source_advantages(rewards, GROUP, 2, PRESETS[preset])
+    of = lambda rewards: source_advantages(rewards, GROUP, BOTH, PRESETS[preset])
     if PRESETS[preset].scale != "none":  # a common factor falls out of what is divided by its spread
-        torch.testing.assert_close(merge([(0.3, steps)], GROUP, 2, PRESETS[preset]), of(steps), rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(merge([(1.0, outcome), (0.0, steps)], GROUP, 2, PRESETS[preset]), of(outcome))
+        torch.testing.assert_close(merge([(0.3, steps)], GROUP, BOTH, PRESETS[preset]), of(steps), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(merge([(1.0, outcome), (0.0, steps)], GROUP, BOTH, PRESETS[preset]), of(outcome))
 
 
 # The masked are 1, 2 | 3, 6: mean 12 / 4 = 3; deviations -2, -1 | 0, 3; squares 4 + 1 + 0 + 9 = 14;

@@ -127,7 +127,7 @@ def test_nothing_waits_for_the_gpu():
             run(linear_policy_loss, inputs, loss=loss, rows_per_chunk=512, **GPU_HEAD)
         linear_logprob(*(inputs[name] for name in ("hidden", "weight", "targets")), **GPU_HEAD)
         for preset in PRESETS.values():
-            whiten(blend(sources, group_id, 50, preset), mask)
+            whiten(blend(sources, group_id, mask, preset), mask)
     without_waiting(work)
 
 

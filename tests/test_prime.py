@@ -132,7 +132,7 @@ def test_a_prm_that_equals_its_reference_leaves_rloo_on_outcomes(base):
     policy, = prime.play(t)
     (rollouts, advantages), = policy.parts
     outcomes = rollouts.columns["outcome"]
-    rloo = source_advantages(terminal_rewards(outcomes, rollouts.lengths), rollouts.group_id, advantages.shape[1],
+    rloo = source_advantages(terminal_rewards(outcomes, rollouts.lengths), rollouts.group_id, rollouts.mask,
                              PRESETS["rloo"])
     assert torch.equal(advantages, whiten(rloo, rollouts.mask)) and advantages.any()
     assert t.metrics["gen/largest_process_return"] == 0 and t.metrics["prm/bce"] == pytest.approx(math.log(2))

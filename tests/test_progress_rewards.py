@@ -1,10 +1,14 @@
 """Progress rewards: the values of prefixes by a prover that is known, what they make of steps."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_dpo import random_play, writing
 
+from nanochat.common import BadInput
 from nanochat.recipes.policy import progress_rewards
-from nanochat.rl.credit.rewards import at_step_ends, step_rewards
+from nanochat.rl.credit.advantages import PRESETS, blend
+from nanochat.rl.credit.rewards import CREDIT, at_step_ends, step_rewards, terminal_rewards
 
 TEXTS = ["1+1:2;2+1:0;=20", "1+1:2;2+1:1;=21", "=2"]
 LONG_FIRST = ["1+1:2;2+1:0;0+0:0;=200", "1+1:2;2+1:1;=21", "1+1:2;2+1:0;=20"]
@@ -83,3 +87,32 @@ def test_with_alpha_0_the_outcomes_alone_reward(base):
         update, = progress_rewards.play(t)
         found.append(update.parts[0][1])
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2]) and found[0].any()
+
+
+def expected_gradient(credit: str, alpha: float, prover: list[float]) -> torch.Tensor:
+    """That of a policy which takes two steps, one token each, 0 or 1, over all four solutions; right is 01 alone. What
+    rewards are the outcome, and alpha times the progress of a prover that is right with these chances at the start,
+    after a first 0 and after a first 1."""
+    logits = torch.tensor([[0.3, -0.2], [0.5, 0.1], [-0.4, 0.2]], requires_grad=True)  # first, after 0, after 1
+    solutions = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
+    right = [False, True, False, False]
+    progress = [[prover[1 + a] - prover[0], float(y) - prover[1 + a]]
+                for (a, _), y in zip(solutions.tolist(), right, strict=True)]
+    logprobs = logits.log_softmax(dim=1)
+    taken = torch.stack([logprobs[0, solutions[:, 0]], logprobs[1 + solutions[:, 0], solutions[:, 1]]], dim=1)  # (4, 2)
+    sources = [(1.0, terminal_rewards(right, torch.full((4,), 2))),
+               (alpha, CREDIT[credit](at_step_ends([[0, 1]] * 4, progress, "cpu")))]
+    advantages = blend(sources, torch.zeros(4, dtype=torch.long), torch.ones(4, 2) > 0, PRESETS["reinforce"])
+    (taken.sum(dim=1).exp().detach() * (advantages * taken).sum(dim=1)).sum().backward()
+    return logits.grad
+
+
+def test_progress_to_go_is_a_baseline_and_teaches_nothing_a_steps_own_progress_does():
+    """PAV eq. 5. To go it is Q(end) - Q(before), so that any prover's gradient is 1 + alpha times the outcome's."""
+    weak, strong, outcome = [0.2, 0.3, 0.1], [0.5, 1.0, 0.0], expected_gradient("own_step", 0.0, [0.0] * 3)
+    own = [expected_gradient("own_step", 3.0, prover) for prover in (weak, strong)]
+    assert not torch.allclose(own[0], own[1], rtol=0.1) and own[1][0, 0] > own[0][0, 0] > outcome[0, 0] > 0
+    for prover in (weak, strong):  # to_go halves each of two steps
+        torch.testing.assert_close(expected_gradient("to_go", 2 * 3.0, prover), 4 * outcome)
+    with pytest.raises(BadInput, match="--credit to_go: with --step-values pav it cancels"):
+        progress_rewards.check(SimpleNamespace(best_of=1, continuations=1, step_values="pav", credit="to_go"), None)

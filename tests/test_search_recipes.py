@@ -104,7 +104,7 @@ def test_a_step_pays_and_masks_as_it_should(stepped, recipe, stage):
     assert rollouts.columns["reward"] == [None if r is None else float(r) for r in rewards]
     preset = PRESETS["reinforce++" if recipe == "r1_searcher" else "grpo"]
     torch.testing.assert_close(advantages, source_advantages(
-        terminal_rewards(rewards, rollouts.lengths), rollouts.group_id, rollouts.tokens.shape[1], preset))
+        terminal_rewards(rewards, rollouts.lengths), rollouts.group_id, rollouts.mask, preset))
     assert rollouts.forced.any() and (update.loss, update.aggregation) == (None, None)
     if recipe == "ssrl":
         assert (rollouts.forced == information_mask(t.tokenizer, COMPACT, rollouts)).all()

@@ -39,7 +39,7 @@ def test_the_policy_learns_the_differences_of_every_pair(base):
     advantages, metrics, asked = played(["=1", "=0", "=2"], ["=A1", "=B3", "=A2"], "--grades", "graded")
     assert asked == ["=1|=0|AS", "=2|=1|AS", "=0|=2|AS"]
     rewards = terminal_rewards([1.0, 0.0, -2.0], torch.full((3,), 3))
-    grpo = source_advantages(rewards, torch.zeros(3, dtype=torch.long), 3, PRESETS["grpo"])
+    grpo = source_advantages(rewards, torch.zeros(3, dtype=torch.long), torch.ones(3, 3) > 0, PRESETS["grpo"])
     torch.testing.assert_close(advantages, grpo, rtol=1e-4, atol=1e-4)  # at every token
     assert (metrics["gen/duels/right_won"], metrics["gen/duels/unread"], metrics["gen/duels/equal"]) == (1, 0, 0)
 

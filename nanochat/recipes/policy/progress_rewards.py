@@ -2,20 +2,22 @@
 
 The values after a solution's steps are measured, not learned: a prover goes on from there several times, and the task
 checks where it ends. PAV's step reward is the progress Q(after the step) - Q(before it) of a prover that keeps the
-best of K, and the policy is rewarded with its outcome plus alpha times the progress. --step-values names other
-rewards of the same measurements: Math-Shepherd's hard and soft estimates (Wang et al. 2024, arXiv 2312.08935) and
-GenPRM's relative progress. The prover is --prover-tag as it is, by default what the policy starts from.
+best of K. A step's tokens are weighed by the outcome plus alpha times the progress of that step alone (eq. 5): summed
+over the steps to come, progress is Q(end) - Q(before), a baseline that teaches nothing, so --credit to_go is refused.
+--step-values names other rewards of the same measurements: Math-Shepherd's hard and soft estimates (Wang et al. 2024,
+arXiv 2312.08935) and GenPRM's relative progress. The prover is --prover-tag as it is, by default what the policy
+starts from.
 
 Departures:
 1. The papers train a verifier on such estimates and let it reward; here they reward directly, at the cost of
    --continuations completions of each prefix. Equal prefixes share theirs.
-2. Outcome and steps' rewards are normalised together (recipe tango's --combine rewards), or each by itself.
+2. Outcome and steps' rewards are normalised together (--combine, as in recipe tango), or each by itself.
 3. A solution of more than --most-steps steps is rewarded by its outcome alone, and counted (step_abstained).
 """
 from nanochat.cli import at_least
 from nanochat.common import BadInput
 from nanochat.rl.credit.advantages import COMBINE, PRESETS
-from nanochat.rl.credit.rewards import at_step_ends, terminal_rewards
+from nanochat.rl.credit.rewards import CREDIT, at_step_ends, terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards, log_variances
@@ -39,12 +41,16 @@ def add_args(group) -> None:
     group.add_argument("--alpha", type=at_least(0, float), default=3.0,
                        help="weight of the steps' rewards beside the outcome's 1")
     group.add_argument("--most-steps", type=at_least(1), default=12, help="a longer solution has no step rewards")
+    group.add_argument("--credit", default="own_step", choices=list(CREDIT), help="which tokens a step's reward moves")
     group.add_argument("--combine", default="rewards", choices=list(COMBINE))
 
 
 def check(args, task) -> None:
     if args.best_of > args.continuations:
         raise BadInput(f"--best-of {args.best_of}: of --continuations {args.continuations} no so many can be kept")
+    if (args.step_values, args.credit) == ("pav", "to_go"):
+        raise BadInput("--credit to_go: with --step-values pav it cancels, for progress to go is Q(end) - Q(before), a "
+                       "baseline; see own_step")
 
 
 def draws(args) -> dict[str, Draw]:
@@ -56,12 +62,13 @@ def draws(args) -> dict[str, Draw]:
 def play(t: Play):
     solutions = t.solve("solutions", t.problems())
     outcomes, read = t.check(solutions), t.read_solutions(solutions)
-    values = step_values(t, solutions, [s.step_ends for s in read])
+    step_ends = [s.step_ends for s in read]
+    values = step_values(t, solutions, step_ends)
     sources = {"outcome": terminal_rewards(outcomes, solutions.lengths),
-               "step": at_step_ends([s.step_ends for s in read], values, t.device)}
+               "step": CREDIT[t.args.credit](at_step_ends(step_ends, values, t.device))}
     weighted = list(zip((1.0, t.args.alpha), sources.values(), strict=True))
-    advantages = COMBINE[t.args.combine](weighted, solutions.group_id, solutions.tokens.shape[1],
-                                         PRESETS[t.args.advantage], t.reduce)
+    advantages = COMBINE[t.args.combine](weighted, solutions.group_id, solutions.mask, PRESETS[t.args.advantage],
+                                         t.reduce)
     solutions.columns = {"outcome": outcomes, "step_values": values}
     log_rewards(t, "generator", solutions, outcomes)
     log_variances(t, "generator", solutions, sources)

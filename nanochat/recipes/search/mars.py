@@ -104,7 +104,7 @@ def system_advantages(rewards: list[float | None], group_id: list[int], preset: 
     (--advantage). -> (n,)"""
     groups = torch.tensor(group_id, dtype=torch.long, device=device)
     one = torch.ones_like(groups)
-    return source_advantages(terminal_rewards(rewards, one), groups, 1, preset, reduce)[:, 0]
+    return source_advantages(terminal_rewards(rewards, one), groups, one[:, None] > 0, preset, reduce)[:, 0]
 
 
 def balanced(samples: list[int], num: int, rng: random.Random) -> list[int]:

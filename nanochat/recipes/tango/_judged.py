@@ -80,9 +80,9 @@ STEP_REWARDS = {"verdicts": lambda t, solutions, verdicts: verdicts, "posterior"
 # What a judge's word is worth beside the outcome: (t, solutions, judged) -> rewards
 
 def steps_earn(t: Play, solutions: Rollouts, judged: Judged) -> SparseRewards:
-    """A reward for each step (eq. 3)."""
+    """A reward for each step (eq. 3 with --credit to_go)."""
     judged.chances = STEP_REWARDS[t.args.step_rewards](t, solutions, judged.steps)
-    return step_rewards([s.step_ends for s in t.read_solutions(solutions)], judged.chances, t.device)
+    return step_rewards([s.step_ends for s in t.read_solutions(solutions)], judged.chances, t.device, t.args.credit)
 
 
 def verdict_earns(t: Play, solutions: Rollouts, judged: Judged) -> SparseRewards:

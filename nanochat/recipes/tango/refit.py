@@ -33,6 +33,7 @@ SHOWN = {"generator": ["alpha", "verdicts/outcome_auc"], "verifier": ["bce"]}
 
 def add_args(group) -> None:
     tango.add_alpha_args(group)
+    tango.add_credit_args(group)
     group.add_argument("--refit-every", type=at_least(0), default=1,
                        help="k: steps between the verifier's refits, each on all batches since the last; 0 = never")
     group.add_argument("--judge", default="steps", choices=list(PLACES), help="where the verifier is asked")

@@ -22,7 +22,7 @@ from nanochat.recipes.tango._observe import observe_judged, observe_verifier
 from nanochat.recipes.tango._phases import add_schedule_args, begin_phase, eval_step  # noqa: F401
 from nanochat.recipes.tango._pool import class_weights, keep, solutions_to_judge
 from nanochat.rl.credit.advantages import COMBINE, PRESETS
-from nanochat.rl.credit.rewards import terminal_rewards, verdict_reward
+from nanochat.rl.credit.rewards import CREDIT, terminal_rewards, verdict_reward
 from nanochat.rl.credit.schedules import exponential_decay
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import PAIR_TABLE, scores_of_pair
@@ -69,8 +69,7 @@ def generator_step(t: Play, judge, earn: str = "steps"):
     sources = {"outcome": terminal_rewards(rewards, solutions.lengths), earn: EARN[earn](t, solutions, judged)}
     # Both as advantages, weighed 1 - alpha to alpha: eq. 4 to 7 with --combine advantages.
     advantages = COMBINE[t.args.combine](list(zip((1 - alpha, alpha), sources.values(), strict=True)),
-                                         solutions.group_id, solutions.tokens.shape[1], PRESETS[t.args.advantage],
-                                         t.reduce)
+                                         solutions.group_id, solutions.mask, PRESETS[t.args.advantage], t.reduce)
     observe(t, "generator", solutions, rewards, advantages, sources)
     observe_judged(t, solutions, judged, alpha)
     yield Update("generator", [(solutions, advantages)])                                                       # eq. 1
@@ -152,9 +151,16 @@ def add_distinct_args(group) -> None:
 
 
 def add_step_args(group) -> None:
+    add_credit_args(group)
     group.add_argument("--step-rewards", default="posterior", choices=list(STEP_REWARDS),
                        help="posterior: how likely each step is right, given all verdicts on the solution, its "
                        "outcome, and how far verdicts could be believed before; verdicts is the paper's (eq. 3)")
+
+
+def add_credit_args(group) -> None:
+    group.add_argument("--credit", default="to_go", choices=list(CREDIT),
+                       help="which tokens the reward of a step moves: to_go, its own and all before it (eq. 6); own_step, "
+                       "its own; min, those up to the end of the worst step, which alone has a reward")
 
 
 def add_verifier_args(group) -> None:

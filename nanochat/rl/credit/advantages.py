@@ -1,11 +1,12 @@
 """
 Credit assignment: sparse rewards -> one advantage per token.
 
-Per reward source: centre and scale within a scope (the group, or the whole batch), spread over tokens; then a weighted
-sum of the sources. Nothing waits for the device. N rollouts, K reward entries per rollout, T tokens.
+Per reward source: centre and scale within the group, spread over tokens; or spread, and centre and scale over all
+tokens of the batch. Then a weighted sum of the sources. Nothing waits for the device. N rollouts, K reward entries per
+rollout, T tokens.
 """
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,15 +20,16 @@ class SparseRewards:
     values: torch.Tensor       # (N, K) fp32
     token_index: torch.Tensor  # (N, K) int64
     valid: torch.Tensor        # (N, K) bool
+    spread: str = "to_go"      # which tokens an entry moves: a key of SPREAD
 
 
 @dataclass(frozen=True)
 class Preset:
-    """scope: group | batch; center, scale, spread: keys of the tables below."""
+    """scope: group, of the entries, or tokens, of the whole batch after they are spread; center, scale: keys of the
+    tables below."""
     scope: str
     center: str
     scale: str
-    spread: str
 
 
 # Groups, and sums over ranks. reduce(tensor, op) sums ("sum") or maximises ("max") over ranks.
@@ -91,22 +93,31 @@ def scale_std(values, valid, group_id, num_groups, reduce):
 SCALE: dict[str, Callable] = {"none": scale_none, "std": scale_std}
 
 
-# Spreads: (values, token_index, num_tokens) -> (N, T)
-
-def spread_terminal(values, token_index, num_tokens):
-    """Every token gets the sum of the rollout's entries."""
-    return values.sum(dim=1, keepdim=True).expand(-1, num_tokens)
-
+# Spreads: (rewards, num_tokens) -> (N, T)
 
 def to_go(rewards: torch.Tensor) -> torch.Tensor:
     """What each token still earns: the sum of the rewards at and after it. (N, T) -> (N, T)"""
     return rewards.flip(1).cumsum(1).flip(1)
 
 
-def spread_return_to_go(values, token_index, num_tokens):
+def spread_to_go(rewards: SparseRewards, num_tokens: int) -> torch.Tensor:
     """A token gets the sum of the entries that stand at or after it (Tango eq. 6)."""
+    values = rewards.values.masked_fill(~rewards.valid, 0.0)
     per_token = torch.zeros(len(values), num_tokens, dtype=values.dtype, device=values.device)
-    return to_go(per_token.scatter_add_(1, token_index, values))
+    return to_go(per_token.scatter_add_(1, rewards.token_index, values))
+
+
+def spread_own_step(rewards: SparseRewards, num_tokens: int) -> torch.Tensor:
+    """A token gets the first entry that stands at or after it, 0 after the last: the one of the step that it is part of
+    (PAV eq. 5). A rollout's valid entries come first, in order."""
+    values = rewards.values.masked_fill(~rewards.valid, 0.0)
+    ends = rewards.token_index.masked_fill(~rewards.valid, num_tokens).contiguous()                  # (N, K)
+    tokens = torch.arange(num_tokens, device=ends.device).expand(len(ends), num_tokens).contiguous()
+    none = torch.zeros_like(values[:, :1])
+    return torch.cat([values, none], dim=1).gather(1, torch.searchsorted(ends, tokens))              # (N, T)
+
+
+SPREAD: dict[str, Callable] = {"to_go": spread_to_go, "own_step": spread_own_step}
 
 
 def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float,
@@ -129,14 +140,12 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: 
     return advantages
 
 
-SPREAD: dict[str, Callable] = {"terminal": spread_terminal, "return_to_go": spread_return_to_go}
-
 PRESETS = {
-    "grpo": Preset("group", "mean", "std", "return_to_go"),         # Tango eq. 4-6, DeepSeekMath
-    "rloo": Preset("group", "loo", "none", "return_to_go"),         # Ahmadian et al. 2024
-    "reinforce++": Preset("batch", "mean", "std", "return_to_go"),  # Hu 2025: normalised over the global batch
-    "dr_grpo": Preset("group", "mean", "none", "return_to_go"),     # Liu et al. 2025; with --aggregation constant
-    "reinforce": Preset("group", "none", "none", "terminal"),       # the raw reward
+    "grpo": Preset("group", "mean", "std"),          # Tango eq. 4-6, DeepSeekMath
+    "rloo": Preset("group", "loo", "none"),          # Ahmadian et al. 2024
+    "reinforce++": Preset("tokens", "mean", "std"),  # Hu 2025: returns, normalised over all tokens of the batch
+    "dr_grpo": Preset("group", "mean", "none"),      # Liu et al. 2025; with --aggregation constant
+    "reinforce": Preset("group", "none", "none"),    # the raw reward
 }
 
 
@@ -154,36 +163,42 @@ def normalised(values, valid, group_id, num_groups: int, preset: Preset, reduce:
     return result.masked_fill((largest <= smallest)[group_id][:, None], 0.0)
 
 
-def source_advantages(rewards: SparseRewards, group_id: torch.Tensor, num_tokens: int, preset: Preset,
+def source_advantages(rewards: SparseRewards, group_id: torch.Tensor, mask: torch.Tensor, preset: Preset,
                       reduce: Callable = alone) -> torch.Tensor:
-    """Advantages (N, T) of one source. group_id (N,) int64 names groups by any numbers, in any order. Groups never
-    straddle ranks, so reduce is called for scope "batch" alone."""
-    if preset.scope == "batch":
-        groups = torch.zeros_like(group_id), 1
-    else:
-        groups, reduce = (first_of_group(group_id), max(1, len(group_id))), alone
-    values = normalised(rewards.values, rewards.valid, *groups, preset, reduce)
-    return SPREAD[preset.spread](values, rewards.token_index, num_tokens)
+    """Advantages (N, T) of one source. group_id (N,) int64 names groups by any numbers, in any order; mask (N, T) bool:
+    the rollouts' own tokens. Groups never straddle ranks, so reduce is called for scope "tokens" alone."""
+    num_tokens = mask.shape[1]
+    if preset.scope == "tokens":
+        known = rewards.valid.any(dim=1, keepdim=True)  # (N, 1)
+        return whiten(SPREAD[rewards.spread](rewards, num_tokens), mask & known, reduce)
+    groups = first_of_group(group_id), max(1, len(group_id))
+    values = normalised(rewards.values, rewards.valid, *groups, preset, alone)
+    return SPREAD[rewards.spread](replace(rewards, values=values), num_tokens)
 
 
-def blend(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, num_tokens: int,
+def blend(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, mask: torch.Tensor,
           preset: Preset | Sequence[Preset], reduce: Callable = alone) -> torch.Tensor:
     """The weighted sum of the sources' advantages (N, T), for Tango (1 - alpha) * A_out + alpha * A_step (eq. 7).
     preset: one for all sources, or one per source."""
     presets = [preset] * len(sources) if isinstance(preset, Preset) else preset
-    return sum(weight * source_advantages(rewards, group_id, num_tokens, own, reduce)
+    return sum(weight * source_advantages(rewards, group_id, mask, own, reduce)
                for (weight, rewards), own in zip(sources, presets, strict=True))
 
 
-def merge(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, num_tokens: int, preset: Preset,
+def merge(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, mask: torch.Tensor, preset: Preset,
           reduce: Callable = alone) -> torch.Tensor:
     """Advantages (N, T) of the sources' weighted rewards normalised together: Tango section 2 found it worse."""
     sources = [(weight, rewards) for weight, rewards in sources if weight]  # else it would still move the baseline
-    joined = lambda parts: torch.cat(list(parts), dim=1)  # (N, K1 + K2)
-    merged = SparseRewards(joined(weight * rewards.values for weight, rewards in sources),
-                           joined(rewards.token_index for _, rewards in sources),
-                           joined(rewards.valid for _, rewards in sources))
-    return source_advantages(merged, group_id, num_tokens, preset, reduce)
+    if preset.scope == "tokens":
+        total = sum(weight * SPREAD[rewards.spread](rewards, mask.shape[1]) for weight, rewards in sources)
+        known = torch.cat([rewards.valid for _, rewards in sources], dim=1).any(dim=1, keepdim=True)
+        return whiten(total, mask & known, reduce)
+    values = torch.cat([weight * rewards.values for weight, rewards in sources], dim=1)  # (N, K1 + K2)
+    valid = torch.cat([rewards.valid for _, rewards in sources], dim=1)
+    values = normalised(values, valid, first_of_group(group_id), max(1, len(group_id)), preset, alone)
+    parts = values.split([rewards.values.shape[1] for _, rewards in sources], dim=1)
+    return sum(SPREAD[rewards.spread](replace(rewards, values=part), mask.shape[1])
+               for (_, rewards), part in zip(sources, parts, strict=True))
 
 
 COMBINE: dict[str, Callable] = {"advantages": blend, "rewards": merge}
@@ -194,7 +209,7 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor, reduce: Callable = alon
     all ranks, which all must call it: REINFORCE++ (Hu 2025). -> 0 off the mask, and where all are equal."""
     wide = advantages.to(torch.float32 if advantages.device.type == "mps" else torch.float64)  # MPS has no float64
     one_group = torch.zeros(len(advantages), dtype=torch.int64, device=advantages.device)
-    return normalised(wide, mask.bool(), one_group, 1, PRESETS["reinforce++"], reduce).to(advantages.dtype)
+    return normalised(wide, mask.bool(), one_group, 1, Preset("tokens", "mean", "std"), reduce).to(advantages.dtype)
 
 
 def difference_advantages(differences: torch.Tensor, eps: float = EPSILON) -> torch.Tensor:

@@ -24,12 +24,37 @@ def terminal_rewards(values: list[float | None], lengths: torch.Tensor) -> Spars
     return SparseRewards(filled.to(lengths.device), (lengths - 1).clamp(min=0)[:, None], valid.to(lengths.device))
 
 
-def step_rewards(step_ends: list[list[int]], verdicts: list[list[float] | None], device) -> SparseRewards:
-    """Tango eq. 3: +1/K or -1/K at the end token of each of a rollout's K steps; between them where a verdict, True or
-    False, is a chance that the step is right. None abstains. Raises ValueError where there are not K verdicts."""
+def step_rewards(step_ends: list[list[int]], verdicts: list[list[float] | None], device,
+                 credit: str = "to_go") -> SparseRewards:
+    """+1 or -1 at the end token of each step, between them where a verdict, True or False, is a chance that the step is
+    right; a key of CREDIT says which tokens that moves. None abstains. Raises ValueError where there is not a verdict
+    for each of a rollout's steps."""
     rewards = at_step_ends(step_ends, verdicts, device)
+    return CREDIT[credit](replace(rewards, values=(2 * rewards.values - 1).masked_fill(~rewards.valid, 0.0)))
+
+
+# Which tokens the rewards of steps move: rewards -> rewards
+
+def to_go(rewards: SparseRewards) -> SparseRewards:
+    """A token gets the sum over the steps that end at or after it. Each of K steps counts 1/K, so that more of them do
+    not earn more (Tango eq. 3, 6)."""
     K = rewards.valid.sum(dim=1, keepdim=True).clamp(min=1)
-    return replace(rewards, values=((2 * rewards.values - 1) / K).masked_fill(~rewards.valid, 0.0))
+    return replace(rewards, values=rewards.values / K)
+
+
+def own_step(rewards: SparseRewards) -> SparseRewards:
+    """A token gets the reward of the step that it is part of (PAV, arXiv 2410.08146, eq. 5)."""
+    return replace(rewards, spread="own_step")
+
+
+def worst_step(rewards: SparseRewards) -> SparseRewards:
+    """A solution is worth its worst step: all tokens up to its end get that (PURE, arXiv 2504.15275, at temperature 0),
+    those after it nothing. Of equal ones the first counts."""
+    worst = rewards.values.masked_fill(~rewards.valid, float("inf")).argmin(dim=1, keepdim=True)  # (N, 1)
+    return SparseRewards(*(part.gather(1, worst) for part in (rewards.values, rewards.token_index, rewards.valid)))
+
+
+CREDIT: dict[str, Callable] = {"to_go": to_go, "own_step": own_step, "min": worst_step}
 
 
 def at_step_ends(step_ends: list[list[int]], values: list[list[float] | None], device) -> SparseRewards:

@@ -280,7 +280,7 @@ class Play:
         """Advantages of one reward at the end of each rollout, by --advantage or a preset. None takes no part. groups
         (N,): in place of the prompts' groups. -> (N, T)"""
         return source_advantages(terminal_rewards(rewards, rollouts.lengths),
-                                 rollouts.group_id if groups is None else groups, rollouts.tokens.shape[1],
+                                 rollouts.group_id if groups is None else groups, rollouts.mask,
                                  PRESETS[preset or self.args.advantage], self.reduce)
 
     def micro_batches(self, rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor,
