@@ -39,3 +39,4 @@ def test_learning_rate_schedules_by_hand():
     values = {name: [schedule(progress) for progress in (0.0, 0.5, 1.0)] for name, schedule in LR_SCHEDULES.items()}
     assert values["constant"] == [1.0, 1.0, 1.0]
     assert values["linear"] == pytest.approx([1.0, 0.55, 0.1], rel=1e-12)
+    assert values["exponential"] == pytest.approx([1.0, 0.1 ** 0.5, 0.1], rel=1e-12)

@@ -159,8 +159,8 @@ def add_step_args(group) -> None:
 
 def add_credit_args(group) -> None:
     group.add_argument("--credit", default="to_go", choices=list(CREDIT),
-                       help="which tokens the reward of a step moves: to_go, its own and all before it (eq. 6); own_step, "
-                       "its own; min, those up to the end of the worst step, which alone has a reward")
+                       help="which tokens a step's reward moves: to_go, its own and all before (eq. 6); own_step, its "
+                       "own; min, those up to the end of the worst step, which alone has a reward")
 
 
 def add_verifier_args(group) -> None:

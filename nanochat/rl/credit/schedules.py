@@ -17,4 +17,9 @@ def linear_lr(progress: float) -> float:
     return 1.0 - 0.9 * progress
 
 
-LR_SCHEDULES = {"constant": constant_lr, "linear": linear_lr}
+def exponential_lr(progress: float) -> float:
+    """From 1 to 0.1, by the same factor in each step (Tango, appendix D.2)."""
+    return exponential_decay(1.0, 0.1, progress)
+
+
+LR_SCHEDULES = {"constant": constant_lr, "linear": linear_lr, "exponential": exponential_lr}
