@@ -283,6 +283,19 @@ def test_links_lead_somewhere(page):
     assert not [link for link in links_of(page.read_text(encoding="utf-8")) if broken(page, link)]
 
 
+# Statuses of recipes
+
+def test_intervals_of_a_status_stand_in_results_and_what_works_leaves_out_zero():
+    """The first interval of a recipe that works is of its claim; those of others may be of anything."""
+    pages = " ".join(path.read_text(encoding="utf-8") for path in PAGES if path.parent.name == "results")
+    results, interval = " ".join(pages.split()), re.compile(r"(\d+\.\d) ± (\d+\.\d)")
+    for name in recipes.names():
+        status = recipes.load(name).STATUS
+        found = interval.findall(status)
+        assert not [pair for pair in found if f"{pair[0]} ± {pair[1]}" not in results], name
+        assert status.startswith("runs: ") or all(float(mean) > float(half) for mean, half in found[:1]), name
+
+
 # Widths and lengths
 
 @every_page

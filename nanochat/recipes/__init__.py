@@ -165,6 +165,16 @@ def similar(flag: str, known: list[str]) -> list[str]:
     return begin or get_close_matches(flag, known, 1, cutoff=0.85)
 
 
+INTRODUCTION = """
+`python -m scripts.tango_rl --recipe NAME` runs one; `--help` with it shows its flags. Written by `--list-recipes`.
+
+- *works*: the main claim of its paper, or what a control is for, was shown here: an interval without zero, three seeds
+  or more. *runs*: its formulas are tested, and that was not shown. Evidence: [results.md](results.md).
+- Figures are percentage points unless they have a name; ± is half of a 95% interval.
+- Systems without a recipe: [field.md](field.md).
+"""
+
+
 def describe() -> list[str]:
     """All recipes as markdown, a table per family and a line per recipe: dev/recipes.md."""
     families: dict[str, list[str]] = {}
@@ -177,10 +187,7 @@ def describe() -> list[str]:
         families.setdefault(module.rpartition(".")[0], []).append(
             f"| [{name}]({file}) | {system}, [{paper}](https://arxiv.org/abs/{paper}) | {trained} | {status} | "
             f"{result} |")
-    lines = ["# Recipes", "", "`python -m scripts.tango_rl --recipe NAME` runs one; `--help` with it shows its flags. "
-             "*works*: its check",
-             "passed. *runs*: its formulas are tested, its check did not pass. Evidence: [results.md](results.md). "
-             "Written by", "`--list-recipes`."]
+    lines = ["# Recipes", "", *INTRODUCTION.strip().splitlines()]
     for family, rows in families.items():
         lines += ["", f"**{family.rpartition('.')[2]}**: {importlib.import_module(family).__doc__}", "",
                   "| recipe | system | trained | status | result |", "| --- | --- | --- | --- | --- |", *rows]

@@ -27,7 +27,7 @@ from nanochat.rl.records.prompts import refine_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
 from nanochat.rl.verify.critiques import CRITIQUES
 
-STATUS = "runs: no use of a refinement is shown at equal tokens"
+STATUS = "runs: 0.7 ± 26.4 above GRPO at equal steps and below it at equal tokens: no use of a refinement is shown"
 SHOWN = {"generator": ["refined/accuracy", "refined/rescued"]}
 CRITIQUE_TOKENS = 32  # that the context check counts for a rule's critique; sampling refuses a prompt that does not fit
 

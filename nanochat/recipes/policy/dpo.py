@@ -17,7 +17,7 @@ from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.pairs import add_pair_args, check, learn_from_pairs  # noqa: F401
 from nanochat.rl.play.play import Draw, Play
 
-STATUS = "works: it learns, below GRPO at equal tokens"
+STATUS = "runs: it learns, from 16.4 to 53.6, and is 13.2 ± 9.6 below GRPO at equal tokens"
 ROLES = {"generator": RoleSpec("--model-tag", reference=True)}
 SHOWN = {"generator": ["pair_loss", "pair_accuracy", "margin"]}
 add_args, evaluate = add_pair_args, pass_at_1

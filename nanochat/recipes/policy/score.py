@@ -25,7 +25,7 @@ from nanochat.rl.play.pairs import check  # noqa: F401
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import refine_prompt
 
-STATUS = "runs: its second turn corrects nothing here"
+STATUS = "runs: its second attempt corrects nothing; one seed"
 ROLES = {"generator": RoleSpec("--model-tag", reference=True)}
 SHOWN = {"generator": ["stage", "turn2/accuracy", "turn2/delta"]}
 TABLE = {"gen/pass1_in": "first attempt: greedy pass@1, in distribution",

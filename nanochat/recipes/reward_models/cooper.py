@@ -34,7 +34,8 @@ from nanochat.rl.verify.log_odds import (bce_coefficients, end_mask, end_read, e
                                          log_margins, log_odds, pair_coefficients, verdict_parts)
 from tasks.common import Problem, demo_of
 
-STATUS = "runs: its frozen arm is gamed on three seeds, Cooper at most mildly, but it is below the rule on two"
+STATUS = ("runs: its frozen arm is gamed on three seeds; Cooper is gamed less, and is not shown ahead of the rule "
+          "(-8.7 ± 19.3)")
 ROLES = {"generator": RoleSpec("--model-tag"), "rm": RoleSpec("--rm-tag", lr="--rm-lr")}
 SHOWN = {"generator": ["rewards/outcome/mean", "reasoning_steps"], "rm": ["pair_loss", "pair_accuracy"]}
 TABLE = {"gen/pass1_in": "greedy pass@1 by the gold check, in distribution", "gen/pass1_out": "the same, longer",

@@ -33,7 +33,7 @@ from nanochat.rl.verify.labelled import (Labelled, add_label_args, as_rollouts, 
 from nanochat.rl.verify.log_odds import learn_verdicts, likelihood_parts, log_margins, pair_coefficients
 from nanochat.rl.verify.spots import Spot, log_odds_at, spot_parts, verdict_spots
 
-STATUS = "runs: it finds more first errors on two seeds of three, its verdicts on steps get worse"
+STATUS = "runs: its verdicts on steps get worse, by 11.2 ± 8.5 of step F1; no gain of best of 8 is shown"
 ROLES = {"generator": RoleSpec("--model-tag", trained=False), "verifier": RoleSpec("--verifier-tag", "-ver")}
 SHOWN = {"verifier": ["kept", "pair_loss", "pair_accuracy"]}
 check = check_pairs

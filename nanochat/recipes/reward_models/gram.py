@@ -35,7 +35,7 @@ from nanochat.rl.verify.labelled import (Labelled, add_label_args, by_problem, c
 from nanochat.rl.verify.log_odds import bce_coefficients, learn_likelihood, learn_verdicts, log_margins
 from nanochat.rl.verify.spots import log_odds_at, spot_parts
 
-STATUS = "runs: it judges pairs about as well as chance on three seeds"
+STATUS = "runs: it judges pairs about as well as chance before training and after it (-0.5 ± 19.9)"
 ROLES = {"generator": RoleSpec("--model-tag", trained=False), "verifier": RoleSpec("--verifier-tag", "-ver")}
 SHOWN = {"verifier": ["solution_nll", "pair_loss", "pair_accuracy"]}
 TABLE = CHOICES_TABLE

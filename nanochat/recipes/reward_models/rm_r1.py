@@ -16,7 +16,7 @@ from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.verify.comparing import (CHOICES_TABLE, add_judge_args, candidate_draws, chose_right, judge,
                                           learn_to_judge, read_choices, scores_of_pairs)
 
-STATUS = "works: RL raises the pairs judged rightly from 56 to 75% on three seeds"
+STATUS = "works: RL raises the pairs judged rightly by 18.9 ± 16.9; no gain as a reward is shown"
 ROLES = {"generator": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
 SHOWN = {"verifier": ["pair_acc", "parse_fail"]}

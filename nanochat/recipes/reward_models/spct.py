@@ -24,7 +24,8 @@ from nanochat.rl.verify.comparing import (add_judge_args, candidate_draws, candi
                                           judge, learn_to_judge, mean_vote, read_scores, warn_of_form)
 from nanochat.rl.verify.forms import MOST_SOLUTIONS
 
-STATUS = "runs: 8 votes are better than one on three seeds; no gain from RL is shown, and none from the meta filter"
+STATUS = ("runs: before RL 8 votes are 12.8 ± 4.3 better than one; no gain from RL is shown, and none from the meta "
+          "filter")
 ROLES = {"generator": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
 SHOWN = {"verifier": ["ranked_right", "parse_fail"]}

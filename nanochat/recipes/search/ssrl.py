@@ -25,7 +25,7 @@ from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.play.play import Play
 from nanochat.rl.records.rollouts import Rollouts
 
-STATUS = "runs: what it learns with its own memory holds with the real search; its memory is below plain GRPO"
+STATUS = "runs: with the real search it is 24.7 ± 6.4 above GRPO from memory, on its own memory 15.5 ± 14.3 below it"
 SHOWN = {"generator": ["queries", "rewards/format/mean"]}
 TABLE = {"gen/pass1_in": "greedy pass@1 from memory, in distribution",
          "gen/pass1_out": "greedy pass@1 from memory, out of distribution",

@@ -41,7 +41,7 @@ from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.log_odds import learn_likelihood
 from tasks.common import Problem
 
-STATUS = "works: proofs rise from 38 to 92% on three seeds, and no reward can be had without one"
+STATUS = "works: training on variants proves 21.7 ± 19.0 more of the targets; paid for a claim, it stops proving"
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["theorems_proved", "claimed_falsely", "proofs_known"]}
 WINDOW = 1024  # theorems whose proofs are kept: the last ones that got a proof, or a shorter one

@@ -40,7 +40,7 @@ from nanochat.rl.records.prompts import quoting_prompt
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.forms import empty_form_prompt
 
-STATUS = "works: debaters win more on three seeds; that the judge gets righter with them is not shown"
+STATUS = "runs: that the judge is righter where debaters win more is not shown (slope +0.48 ± 1.28)"
 ROLES = {"generator": RoleSpec("--model-tag"), "opponent": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["judge_accuracy", "assigned", "pair_loss"]}

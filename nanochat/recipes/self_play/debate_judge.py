@@ -17,7 +17,7 @@ from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.verify.comparing import candidate_columns, chose_right, learn_to_judge, read_choices
 
-STATUS = "runs: that its judge gets righter is not shown, on three seeds"
+STATUS = "runs: that its judge gets righter is not shown (+0.4 ± 11.6)"
 ROLES = {**debate.ROLES, "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
 SHOWN = {**debate.SHOWN, "verifier": ["reward", "parse_fail"]}
 

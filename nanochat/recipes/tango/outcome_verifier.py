@@ -7,7 +7,7 @@ Departures: 1 to 4 of recipe tango, and --verify-distinct of 5.
 from nanochat.recipes.tango import tango
 from nanochat.recipes.tango.tango import ROLES, SHOWN, TABLE, check, draws, eval_step, evaluate, updates  # noqa: F401
 
-STATUS = "runs: no gain over GRPO is shown"
+STATUS = "runs: no gain over GRPO is shown (+1.3 ± 11.5)"
 
 
 def add_args(group):

@@ -24,7 +24,8 @@ from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.observe import observe
 from nanochat.rl.play.play import Draw, Play, Update, solution_draws
 
-STATUS = "works: verifying lifts solving on three seeds, and not the reverse; turns are not shown to pay"
+STATUS = ("works: verifying alone lifts solving by 5.2 ± 4.7; turns lift verifying (+5.3 ± 4.3), not solving "
+          "(+1.5 ± 3.3)")
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--model-tag", shares="generator")}
 
 
