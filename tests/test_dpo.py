@@ -296,6 +296,7 @@ REFUSED = [
     ("self_verify", "--verifier-optimizer own", "--verifier-optimizer own: both kinds of steps are updates of one"),
     ("spct", "--num-judged 5", "--num-solutions 4: must be at least --num-judged 5"),
     ("ssp", "--task lookup --least-queries 5 --most-queries 4", "--least-queries 5: more than --most-queries 4"),
+    ("think_rm_policy", "--grades graded --choice-weight length", "--choice-weight length: graded choices count by"),
     ("think_rm_policy", "--advantage rloo", "--advantage rloo: the advantages are of differences"),
     ("ttrl", "--num-votes 3", "--num-votes 3: must be at least --num-samples 4")]
 

@@ -54,3 +54,12 @@ def test_equal_solutions_are_not_judged_and_without_choices_nothing_is_learned(b
     advantages, metrics, _ = played(["=1", "=0", "=2"], ["no"] * 3)
     assert not advantages.any() and metrics["gen/duels/unread"] == 1 and metrics["gen/duels/right_won"] is None
     assert played(["=1"] * 3, [])[2] == []
+
+
+def test_by_length_a_binary_choice_counts_one_over_the_characters_of_its_judgment(base):
+    """Judgments of 2, 4 and 8 characters: A of (0, 1), (2, 0) and (1, 2), so d_01 = 1/2, d_20 = 1/4 and d_12 = 1/8."""
+    advantages, _, asked = played(["=1", "=0", "=2"], ["=A", "+1=A", "+1+1+1=A"], "--choice-weight", "length")
+    assert asked == ["=1|=0|A", "=2|=1|A", "=0|=2|A"]
+    variance = 2 * (1 / 4 + 1 / 16 + 1 / 64) / (2 * 3 * 2)  # both signs of each, over 2 G (G - 1)
+    expected = torch.tensor([1 / 2 - 1 / 4, 1 / 8 - 1 / 2, 1 / 4 - 1 / 8]) / 3 / variance ** 0.5
+    torch.testing.assert_close(advantages[:, 0], expected, rtol=1e-4, atol=1e-4)

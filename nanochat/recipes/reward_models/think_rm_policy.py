@@ -3,12 +3,17 @@
 The generator samples a group of solutions of each problem. A judge of pairs, which does not learn, is shown every pair
 of a group and chooses; with --grades graded it also says how much better the chosen one is. Recipe think_rm trains such
 a judge. The advantage of a solution is its mean difference from the others, over the standard deviation that the
-differences come to (`difference_advantages`). There is no reward, and gold answers are for the log alone.
+differences come to (`difference_advantages`). There is no reward, and gold answers are for the log alone. In the
+released code (call_gen_prm_binary.py) a binary choice counts 1 / the characters of the judge's whole text, so short
+judgments weigh more (--choice-weight length). Graded ones count as they are, from -3 to 3.
 
 Departures:
 1. A solution is shown first in about half of its pairs. In the released code the earlier one of a pair is.
 2. Differences are means over --verifications choices, in units of the greatest strength, so from -1 to 1.
 3. A pair of equal texts is not judged: its difference is 0. So is that of a pair without a readable choice.
+4. --choice-weight is equal by default: a binary choice counts 1. With the released weights the epsilon of 1e-6 also
+   outweighs the variance of the differences, 1 / (2 L^2), where texts have L > 707 characters: advantages shrink.
+5. One optimizer step on a batch, with --kl-coef 1e-3. The released script has four, 4 solutions, and 1e-4.
 """
 from functools import partial
 
@@ -29,10 +34,13 @@ STATUS = "runs: it learns where its judge judges, which is on one seed of three"
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["duels/right_won"]}
 evaluate = pass_at_1
+CHOICE_WEIGHTS = {"equal": lambda text: 1.0, "length": lambda text: 1 / len(text)}  # of a judgment's text
 
 
 def add_args(group) -> None:
     group.add_argument("--grades", default="binary", choices=list(FORM), help="of a choice")
+    group.add_argument("--choice-weight", default="equal", choices=list(CHOICE_WEIGHTS),
+                       help="what a binary choice counts; length: 1 / the characters of the judgment, as released")
     group.add_argument("--verifications", type=at_least(1), default=1, help="of a pair")
     group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=192)
 
@@ -42,6 +50,8 @@ def check(args, task) -> None:
         raise BadInput(f"--advantage {args.advantage}: the advantages are of differences, and --advantage has no say")
     if args.num_samples < 2:
         raise BadInput(f"--num-samples {args.num_samples}: must be at least 2, to compare them")
+    if args.grades == "graded" and args.choice_weight != "equal":
+        raise BadInput(f"--choice-weight {args.choice_weight}: graded choices count by their grade; say --grades binary")
 
 
 def draws(args) -> dict[str, Draw]:
@@ -69,7 +79,9 @@ def play(t: Play):
     solutions = t.solve("solutions", t.problems())
     pairs = all_pairs(solutions.group_id.tolist())
     asked = [[a, b] for a, b in pairs if solutions.texts[a] != solutions.texts[b]]
-    _, scores = verified_together(t, "verifier", solutions, asked, form, 2, k)
+    judgments, scores = verified_together(t, "verifier", solutions, asked, form, 2, k)
+    weights = map(CHOICE_WEIGHTS[t.args.choice_weight], judgments.texts)
+    scores = [row and [weight * score for score in row] for weight, row in zip(weights, scores, strict=True)]
     d = differences(asked, scores, len(solutions), k)
     advantages = [difference_advantages(d[i: i + G, i: i + G]) for i in range(0, len(solutions), G)]
     outcomes = t.check(solutions)
