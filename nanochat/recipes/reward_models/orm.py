@@ -7,8 +7,12 @@ makes a value function of it. The labelled solutions come from a file (--labels)
 Departures:
 1. s is the difference of two rows of the LM head. The paper has a bias and a gain on one special token's logit, which
    differ in initialisation only.
-2. Cross-entropy; the paper's loss is the mean squared error (--orm-loss squared).
-3. The LM loss (--lm-coef) is on the right ones of the labelled solutions, the paper's on its training set.
+2. By default V is asked for once, by cross-entropy, and no LM loss is added. The paper asks after every token of the
+   solution, by the mean squared error, and adds the LM loss unweighted: --orm-places tokens --orm-loss squared
+   --lm-coef 1, then --judge tokens where it rewards. The place made no difference that is shown
+   (dev/results/verifiers.md). With tokens V is also asked for before the first one.
+3. The LM loss is on the right ones of the labelled solutions. The paper's is on the solutions of its training set, as
+   many in a batch as labelled ones.
 4. The paper takes 100 solutions of each problem and one epoch; here the file and --num-steps decide.
 """
 import torch

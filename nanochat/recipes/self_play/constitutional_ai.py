@@ -17,6 +17,9 @@ Departures:
 4. The generator of SL-CAI goes on from the starting model. In the paper it is a pretrained model, and learns samples of
    the helpful model too. Only revisions are learned that are ended, of a critique that can be read.
 5. The KL of stage RL, with --kl-coef, is to the weights before SL-CAI.
+6. Revisions are taught by SFT, worked by the verifier's beliefs. In the measured runs these are right of 90% of the
+   facts (--chain-verifier-share 0.1), the generator's of 55%. So what SL-CAI gains is knowledge of that SFT, which it
+   passes on to first solutions. The paper's model revises by instruction and a few examples.
 """
 import random
 
