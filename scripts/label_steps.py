@@ -15,6 +15,18 @@ where nothing was), rollouts and tokens (what its labels cost; prefixes that sol
 about all of them are in FILE.summary.json. Completions are sampled at temperature 1, with noise that belongs to the
 problem and to what the prefix says. So methods, and numbers of completions, are compared on common noise.
 
+Departures (of pav and information_gain: recipes prm and supervisor):
+1. What follows the last step is completed too, as the answer stands there. In Math-Shepherd and OmegaPRM the last step
+   has the answer, and its label is the solution's outcome.
+2. omega_prm is OmegaPRM's search without its tree: each solution is searched once. There the completions are searched
+   in their turn, the highest Q + U first (alpha 0.5, beta 0.9, L 500, c_puct 0.125), 100 searches for each problem.
+   What is kept of the tree is that equal prefixes have their value once.
+3. omega_prm labels all steps: 1 before the first error, 0 from it on. OmegaPRM labels the prefixes that were visited,
+   each with its share of right completions (here in `values`), and its PRM learns these shares.
+4. omega_prm searches every solution. OmegaPRM searches wrong ones, from prefixes after which some completions are right
+   and others wrong, and leaves out problems that are always or never solved.
+5. Steps are the task's format's. OmegaPRM cuts a solution into about 16 pieces, wherever they end.
+
     python -m scripts.label_steps --generator-tag d4 --method math_shepherd --out soft.jsonl
     python -m scripts.label_steps --generator-tag d4 --solutions soft.jsonl --method omega_prm --out omega.jsonl
     torchrun --standalone --nproc_per_node=8 scripts/label_steps.py -- --generator-tag d4 --method rpe --out rpe.jsonl

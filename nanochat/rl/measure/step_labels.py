@@ -46,7 +46,8 @@ def scan(first: int, formula: Callable[[list[float]], list[float]]) -> Callable[
 
 def first_error_search(num_steps: int) -> Plan:
     """OmegaPRM's binary search for the first step after which no completion is right (Luo et al. 2024), of at most
-    ceil(log2(K + 1)) prefixes: 1 for steps before it, else 0. Where values of 0 do not stay 0, some such step."""
+    ceil(log2(K + 1)) prefixes: 1 for steps before it, else 0. Where values of 0 do not stay 0, some such step. Without
+    the tree that it is a part of there (scripts/label_steps.py)."""
     right, wrong = 0, num_steps + 1  # prefixes: one that can still end right, and one after the error
     while wrong - right > 1:
         middle = (right + wrong) // 2
