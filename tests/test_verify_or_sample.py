@@ -12,7 +12,8 @@ from test_verifier_eval import VERIFIER
 
 from dev.experiments import verify_or_sample
 from dev.experiments.verify_or_sample import (RESULTS, VERIFIED, Lead, Point, best_way, crossover, dealt, expected,
-                                              leads, points_of, powers, print_result, tokens_of, voting_at)
+                                              leads, points_of, powers, print_result, score_of_read, tokens_of,
+                                              voting_at)
 from nanochat.cli import script_main
 from nanochat.rl.measure.voting import SCORES, final_share
 from scripts import verifier_eval
@@ -34,7 +35,8 @@ def naive(choice: str, s: int, v: int) -> float:
     right, orders = [], list(product(permutations(range(3)), *[list(permutations(range(2)))] * 3))
     for order, *said in orders:
         first = order[:s]
-        scores = [sum(ROW["verdicts"][i][g] is True for g in said[i][:v]) / v if v else 1.0 for i in first]
+        read = [[ROW["verdicts"][i][g] for g in said[i][:v] if ROW["verdicts"][i][g] is not None] for i in first]
+        scores = [mean(verdicts) if verdicts else float(not v) for verdicts in read]
         if choice == "bon":
             winner = first[scores.index(max(scores))]
         else:
@@ -59,6 +61,18 @@ def test_expected_accuracies_are_those_of_all_orders():
     row = {**ROW, **{name: [*ROW[name], ROW[name][0]] for name in ROW if name != "index"}}  # four solutions
     found = expected(row, 5, random.Random(0), final_share)
     assert found["maj", 4, 0] == found["bon", 4, 2] == found["weighted", 4, 2] == 1
+
+
+def test_an_unread_verification_is_dropped_and_does_not_count_against():
+    """One verdict for the right solution, and one that cannot be read; one for and one against the wrong solution. The
+    right one scores 1 and not 1/2, so that no tie is left; with one verification it is unread in half of the draws."""
+    row = {**ROW, "answers": ["a", "b"], "outcomes": [True, False], "verdicts": [[True, None], [True, False]],
+           "step_verdicts": [[[True], []], [[True], [False]]]}
+    found = expected(row, 4000, random.Random(0), final_share)
+    assert found["bon", 2, 2] == found["weighted", 2, 2] == 1
+    assert found["bon", 2, 1] == pytest.approx(1 / 4 + 1 / 8 + 1 / 8, abs=0.03)  # 1 : 0, and the ties 1 : 1 and 0 : 0
+    assert expected(row, 4, random.Random(0), SCORES["steps"])["bon", 2, 2] == 1
+    assert score_of_read([None, None], [[], []], [0, 1], final_share) == 0
 
 
 def test_tokens_and_points_by_hand():

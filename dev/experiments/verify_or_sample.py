@@ -5,7 +5,8 @@ Singhi et al. 2025 (arXiv 2504.01005).
 S solutions of each test_in problem and V verifications of each solution are sampled once. The script then looks at
 all s up to S and v up to V that are powers of two. Without verifications the most frequent answer is taken (maj).
 With them it is the solution with the highest score (bon), or the answer whose solutions have the largest sum of scores
-(weighted); a score is the share of v verifications that say CORRECT (--score). Accuracies are means over --num-draws
+(weighted); a score is the share of v verifications that say CORRECT (--score). Those whose verdict cannot be read are
+dropped from it, as in the paper's code (0 where none is left), but are paid for. Accuracies are means over --num-draws
 random orders of solutions and of verifications, of which the first s and v count; ties are broken at random by that.
 Tokens per problem are s (solution + v verification), with the problem's mean lengths. Tokens that are only read, as
 prompts are, do not count.
@@ -114,13 +115,19 @@ def expected(row: dict, num_draws: int, rng: random.Random, score) -> dict[Way, 
         said = [rng.sample(range(k), k) for _ in order]
         answers, outcomes = ([row[name][i] for i in order] for name in ("answers", "outcomes"))
         for v in (0, *powers(k)):
-            scores = [score([row["verdicts"][i][g] for g in drawn[:v]], [row["step_verdicts"][i][g] for g in drawn[:v]])
-                      if v else 0.0 for i, drawn in zip(order, said, strict=True)]
+            scores = [score_of_read(row["verdicts"][i], row["step_verdicts"][i], drawn[:v], score)
+                      for i, drawn in zip(order, said, strict=True)]
             for s in powers(n):
                 found = choose(answers[:s], outcomes[:s], scores[:s], [0.0] * s)
                 for choice in VERIFIED if v else (VOTE,):
                     hits.setdefault((choice, s, v), []).append(found[choice])
     return {key: mean(values) for key, values in hits.items()}
+
+
+def score_of_read(verdicts: list[bool | None], step_verdicts: list[list], drawn: list[int], score) -> float:
+    """A solution's score from those of the drawn verifications whose verdict can be read; 0 without any."""
+    read = [g for g in drawn if verdicts[g] is not None]
+    return score([verdicts[g] for g in read], [step_verdicts[g] for g in read]) if read else 0.0
 
 
 def tokens_of(row: dict, s: int, v: int) -> float:
