@@ -13,6 +13,7 @@ from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 from dev.experiments import run as run_experiment
 from nanochat import recipes
 from nanochat.cli import script_main
+from nanochat.rl.run.flags import check_args
 from scripts import chat_sft, tango_rl, tok_train
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -40,6 +41,7 @@ def refused(capsys, base, script, *flags: str) -> str:
     (["--sequence-ratio"], ["--sequence-ratio", "--updates-per-batch above 1"]),
     (["--sequence-ratio", "--updates-per-batch", "2", "--aggregation", "token"], ["--aggregation sequence"]),
     (["--sequence-ratio", "--updates-per-batch", "2", "--loss", "reinforce"], ["a --loss with a ratio"]),
+    (["--advantage", "dr_grpo"], ["--advantage dr_grpo", "--aggregation constant", "--aggregation sequence"]),
     (["--recipe", "nobody"], ["--recipe nobody", "tango", "grpo"]),
     (["--recipe", "no/such.py"], ["--recipe no/such.py", "no such file"]),
     (["--recipe", "grpo"], ["a flag of recipe", "tango", "not of grpo"]),
@@ -73,6 +75,12 @@ def test_the_trainer_refuses(capsys, sft_base, monkeypatch, flags, words):
     assert line.startswith("error: ") and "\n" not in line
     for word in words:
         assert word in line, line
+
+
+def test_dr_grpo_is_taken_with_an_aggregation_that_is_said():
+    for flags in (["--advantage", "dr_grpo", "--aggregation", "constant"], ["--recipe", "magrpo"],
+                  ["--advantage", "dr_grpo", "--aggregation", "sequence"]):
+        check_args(parse(tango_rl, flags), 1)
 
 
 def test_what_another_script_refuses_too(capsys, base, monkeypatch):

@@ -1,8 +1,8 @@
 """GRPO (Shao et al. 2024): the generator alone, rewarded by its answers; the baseline of all others. arXiv 2402.03300.
 
 A right solution earns 1, a wrong one 0. The advantage is the reward less the mean over the problem's solutions, divided
-by their standard deviation. --advantage names its relatives: rloo (Ahmadian et al. 2024), dr_grpo (Liu et al. 2025),
-reinforce++ (Hu 2025).
+by their standard deviation. --advantage names its relatives: rloo (Ahmadian et al. 2024), dr_grpo with --aggregation
+constant (Liu et al. 2025), reinforce++ (Hu 2025).
 
 Departures:
 1. The reward is the task's check of the answer. The paper trains a reward model.

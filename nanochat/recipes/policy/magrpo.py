@@ -46,7 +46,7 @@ JOINT = {"aligned": lambda G: [(g, g) for g in range(G)], "cross": lambda G: lis
 
 
 def add_args(group) -> None:
-    group.set_defaults(kl_coef=0.0, advantage="dr_grpo")
+    group.set_defaults(kl_coef=0.0, advantage="dr_grpo", aggregation="rollout")
     group.add_argument("--joint", default="aligned", choices=list(JOINT), help="completions that are taken together")
     group.add_argument("--frozen", default="none", choices=["none", "second"], help="the agent that stays as it is")
 

@@ -10,7 +10,7 @@ counting half. So q = 2e gives two judges that are equally accurate; the one wit
 
 Departures:
 1. In the paper reward models of different accuracy and variance are trained or made; here the flaws are planted.
-2. The advantage is divided by the group's standard deviation (--advantage dr_grpo does without): so a reward that is
+2. The advantage is divided by the group's standard deviation (not by --advantage dr_grpo): so a reward that is
    only scaled down, the paper's first example, would teach as before. Whole groups that are alike cannot.
 """
 import random

@@ -51,7 +51,7 @@ def check(args, task) -> None:
     if args.num_samples < 2:
         raise BadInput(f"--num-samples {args.num_samples}: must be at least 2, to compare them")
     if args.grades == "graded" and args.choice_weight != "equal":
-        raise BadInput(f"--choice-weight {args.choice_weight}: graded choices count by their grade; say --grades binary")
+        raise BadInput(f"--choice-weight {args.choice_weight}: graded choices count by their grade")
 
 
 def draws(args) -> dict[str, Draw]:

@@ -145,6 +145,10 @@ def check_args(args, world: int) -> None:
     if args.sequence_ratio and (not has_ratio or args.aggregation != "sequence"):
         raise BadInput("--sequence-ratio: needs --updates-per-batch above 1, --aggregation sequence and a --loss with "
                        "a ratio")
+    is_default = args.aggregation == "sequence" and "aggregation" not in getattr(args, "explicit", set())
+    if args.advantage == "dr_grpo" and is_default:
+        raise BadInput("--advantage dr_grpo: Dr. GRPO also sums over tokens: add --aggregation constant, or "
+                       "--aggregation sequence to keep the mean over each rollout's tokens")
     if args.num_samples < 2 and PRESETS[args.advantage].scope == "group" and PRESETS[args.advantage].center != "none":
         raise BadInput(f"--num-samples 1: --advantage {args.advantage} compares the rollouts of a group and needs at "
                        f"least 2")
