@@ -237,6 +237,13 @@ def above(low: float, most: float = math.inf) -> Callable:
     return at_least(low, float, most, is_open=True)
 
 
+def not_empty(text: str) -> str:
+    """A type for argparse: any text but the empty one."""
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
 def check_choices(args, tables: dict[str, Iterable[str]]) -> None:
     """Raises BadInput for the first flag whose value is not in its table."""
     for name, table in tables.items():

@@ -19,7 +19,7 @@ from itertools import islice
 import torch
 
 from nanochat.checkpoint import load_model, save_model, warn_of_dtype
-from nanochat.cli import SHARE, above, at_least, check_name, flag_defaults, new_parser, script_main
+from nanochat.cli import SHARE, above, at_least, check_name, flag_defaults, new_parser, not_empty, script_main
 from nanochat.common import (BadInput, Diverged, all_reduce, compute_dtype, init_device, on_all_ranks, print0,
                              rank_and_world)
 from nanochat.dataloader import Documents, PackedBatches, check_same_files, find_files, is_hub_name, mark_files
@@ -47,10 +47,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-tag", default="", help="name of the checkpoint; default d<depth>")
     add_checkpoint_args(parser, MAY_CHANGE)
     data = parser.add_argument_group("data")
-    data.add_argument("--data", nargs="+", required=True,
+    data.add_argument("--data", nargs="+", type=not_empty, required=True,
                       help="files of one kind, folders, patterns, or one datasets name: "
                            ".txt (each one document), .jsonl or .parquet (column text)")
-    data.add_argument("--val-data", nargs="+", default=[],
+    data.add_argument("--val-data", nargs="+", type=not_empty, default=[],
                       help="the same for validation; default: the last file of --data, which is then not trained on")
     add_model_args(parser, depth=20, sequence_len=2048, window_pattern="SSSL")
     horizon = parser.add_argument_group("horizon, in order of precedence")

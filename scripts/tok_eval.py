@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import tiktoken
 
-from nanochat.cli import new_parser, script_main
+from nanochat.cli import new_parser, not_empty, script_main
 from nanochat.common import BadInput, print0
 from nanochat.dataloader import tell_long
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
@@ -44,7 +44,7 @@ forty years explained, to whoever would listen, why gulls sleep on one leg.\n"""
 
 def make_parser():
     parser = new_parser(__doc__)
-    parser.add_argument("--data", nargs="+", default=[], metavar="FILE",
+    parser.add_argument("--data", nargs="+", type=not_empty, default=[], metavar="FILE",
                         help="UTF-8 text files; default: the built-in texts")
     parser.add_argument("--compare", default="gpt2,cl100k_base",
                         help="tiktoken encodings, separated by commas; '' = none")

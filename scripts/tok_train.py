@@ -12,7 +12,7 @@ import time
 from itertools import chain
 
 from nanochat.checkpoint import list_tags
-from nanochat.cli import at_least, new_parser, script_main
+from nanochat.cli import at_least, new_parser, not_empty, script_main
 from nanochat.common import BadInput, print0, rank_and_world
 from nanochat.dataloader import Documents
 from nanochat.hf.tokenizer import load_tokenizer
@@ -31,7 +31,7 @@ def make_parser():
                         help=f"ids, special tokens included; {MIN_VOCAB_SIZE} = no merges")
     parser.add_argument("--num-texts", type=at_least(1, int, 10 ** 7), default=5000,
                         help="demonstrations of the task to train on")
-    parser.add_argument("--data", nargs="+", default=[],
+    parser.add_argument("--data", nargs="+", type=not_empty, default=[],
                         help="train on text instead: .txt, .jsonl or .parquet files, folders, patterns, or one "
                              "datasets name")
     parser.add_argument("--max-chars", type=at_least(1), default=2_000_000_000,

@@ -251,9 +251,9 @@ def add_args(parser):
     group = parser.add_argument_group("task reasoning_gym")
     group.add_argument("--reasoning-gym-name", default=WORDED, metavar="NAME",
                        help="a data set of the library Reasoning Gym")
-    group.add_argument("--reasoning-gym-options", nargs="+", default=[], metavar="KEY=VALUE",
+    group.add_argument("--reasoning-gym-options", nargs="*", default=[], metavar="KEY=VALUE",
                        help="options of that set, values as in JSON; a wrong one is answered with those there are")
-    group.add_argument("--reasoning-gym-out-options", nargs="+", default=[], metavar="KEY=VALUE",
+    group.add_argument("--reasoning-gym-out-options", nargs="*", default=[], metavar="KEY=VALUE",
                        help=f"further options of its test_out, for harder problems; {WORDED} has none")
     group.add_argument("--reasoning-gym-most-lines", type=int, default=0,
                        help=f"of {WORDED}: lines that a worked solution has at most; 0 = all")
@@ -270,6 +270,12 @@ class ReasoningGym:
         self.has_step_labels = self.is_worded = self.set_name == WORDED
         data_set(self.set_name, self.options)
         self.most_lines = args.reasoning_gym_most_lines
+        if self.is_worded and out:
+            raise BadInput(f"--reasoning-gym-out-options {' '.join(out)}: {WORDED} has none, as its test_out is other "
+                           f"templates; give the flag no value")
+        if self.most_lines and not self.is_worded:
+            raise BadInput(f"--reasoning-gym-most-lines {self.most_lines}: {self.set_name} has no worked solutions; "
+                           f"give 0")
         if self.is_worded and not all(chosen_templates(is_seen, self.most_lines) for is_seen in (True, False)):
             raise BadInput(f"--reasoning-gym-most-lines {self.most_lines}: no problem is as short; the least is 2")
         self.out_options = self.options + out

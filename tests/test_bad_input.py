@@ -14,7 +14,7 @@ from dev.experiments import run as run_experiment
 from nanochat import recipes
 from nanochat.cli import script_main
 from nanochat.rl.run.flags import check_args
-from scripts import chat_sft, tango_rl, tok_train
+from scripts import base_train, chat_sft, tango_rl, tok_eval, tok_train
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -84,10 +84,13 @@ def test_dr_grpo_is_taken_with_an_aggregation_that_is_said():
 
 
 def test_what_another_script_refuses_too(capsys, base, monkeypatch):
-    """Flags are never abbreviated or guessed; a demonstration longer than the context; float16; no tokenizer."""
+    """Flags are never abbreviated or guessed; an empty name; a long demonstration; float16; no tokenizer."""
     for flags in (["--num-sample", "4"], ["--learning-rate", "1"], ["--num-steps", "many"]):
         line = refused(capsys, base, tango_rl, *RL_FLAGS, *flags)
         assert flags[0] in line and "\n" not in line
+    for script, flags in ((base_train, ["--data", ""]), (base_train, ["--data", "x", "--val-data", ""]),
+                          (tok_train, ["--data", ""]), (tok_eval, ["--data", ""])):
+        assert f"{flags[-2]}: must not be empty" in refused(capsys, base, script, *flags)
     sft = [*TASK_FLAGS, "--role", "generator", "--model-tag", "short", "--depth", "1", "--sequence-len", "24"]
     assert "--sequence-len 24" in refused(capsys, base, chat_sft, *sft)
     monkeypatch.setenv("NANOCHAT_DTYPE", "float16")

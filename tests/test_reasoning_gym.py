@@ -282,6 +282,10 @@ def test_out_options_make_test_out_harder():
      "--reasoning-gym-name chain_sum --reasoning-gym-options min_terms=9: cannot be made: max_terms must be"),
     (["--reasoning-gym-name", "chain_sum", "--reasoning-gym-out-options", "terms=9"],
      "--reasoning-gym-out-options terms=9: expected KEY=VALUE"),
+    (["--reasoning-gym-out-options", "difficulty=1.0"], "--reasoning-gym-out-options difficulty=1.0: gsm_symbolic has "
+                                                        "none"),
+    (["--reasoning-gym-name", "chain_sum", "--reasoning-gym-most-lines", "2"],
+     "--reasoning-gym-most-lines 2: chain_sum has no worked solutions; give 0"),
     (["--reasoning-gym-most-lines", "1"], "most-lines 1: no problem is as short; the least is 2"),
     (["--reasoning-gym-most-lines", "-1"], "most-lines -1: no problem is as short; the least is 2"),
 ])
@@ -308,6 +312,7 @@ def test_options_that_a_checkpoint_was_made_with_are_taken_from_it():
     complete_task_args(args, {"task": "reasoning_gym", "reasoning_gym_options": [],
                               "reasoning_gym_out_options": ["min_terms=5"]})
     assert (args.reasoning_gym_options, args.reasoning_gym_out_options) == ([], ["min_terms=5"])
+    assert task_of("--reasoning-gym-out-options").out_options == ()  # without a value: not the checkpoint's
 
 
 @pytest.mark.parametrize("text, gold, lenient, strict", [
