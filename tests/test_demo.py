@@ -239,7 +239,7 @@ def damage(base, what: str) -> None:
 
 @pytest.mark.parametrize("what, flags, words", [
     ("", ["nobody"], "nobody: neither a folder nor a run"), ("", ["{base}/runs/r/config.json"], "neither a folder nor"),
-    ("unfinished", ["r"], "no summary.json"),
+    ("unfinished", ["r"], "runs/r: the run has not finished, it is at step [1-9]"),
     ("no RL checkpoint", ["r"], "no checkpoint r-ver"), ("an earlier RL checkpoint", ["r"], "r-gen .* no step 2"),
     ("no SFT checkpoint", ["r"], "no checkpoint tiny"), ("another SFT", ["r"], "tiny-ver.* is not what run r"),
     ("older", ["r"], "does not say where it started from"), ("elsewhere", ["{base}/copies/r"], "NANOCHAT_BASE_DIR"),

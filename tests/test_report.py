@@ -206,6 +206,20 @@ def test_scores_that_the_report_does_not_know_and_what_a_recipe_shows_are_drawn(
     assert rows["prm/margin"] == (0.5, 18.5) and rows["without_update"] == (0, 1) and "prm/auc" not in rows
 
 
+def test_scores_of_a_role_without_updates_stand_at_the_steps_of_the_one_that_solves(tmp_path):
+    """A verifier that is frozen or one model with the generator, as whose updates its own are counted."""
+    scores = [{"gen/pass1_in": x, "ver/balanced_acc_current": x} for x in (0.1, 0.5)]
+    folder = make_other_run(tmp_path, "chain-own-s0", ("generator", "verifier"), *scores)
+    run = read_run(folder, watched=["ver/balanced_acc_current"])
+    steps = lambda: [row["step"] for row in tidy([run]) if row["metric"] == "ver/balanced_acc_current"]
+    for point, own in zip(run.points, (0, 3, 6), strict=True):
+        point["ver_step"] = own
+    assert steps() == [0, 3, 6]
+    for point in run.points:
+        point["ver_step"] = 0
+    assert steps() == [0, 10, 20]
+
+
 def test_what_a_recipe_shows_is_drawn_and_the_first_role_solves_where_none_is_called_generator(tmp_path):
     path = tmp_path / "runs" / "chain-tango-s0" / "config.json"
     folder = make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.2])

@@ -35,7 +35,10 @@ def test_a_run_that_is_under_way_has_the_points_that_are_there(tmp_path, num_ste
     assert [(p["gen_step"], p["gen/pass1_in"]) for p in run.points] == expected
     assert [p["record"] for p in run.points] == [step for step, _ in expected]
     write_run_page(str(folder), so_far, {"state": "under way", "minutes_left": 2.5, "is_alive": True})
-    with pytest.raises(BadInput, match="no summary.json"):
+    with pytest.raises(BadInput, match=f"chain-tango-s0: the run has not finished, it is at step {num_steps}$"):
+        read_run(str(folder))
+    (folder / "metrics.jsonl").unlink()
+    with pytest.raises(BadInput, match="not finished, it is at step 0$"):
         read_run(str(folder))
 
 

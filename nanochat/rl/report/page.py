@@ -64,13 +64,11 @@ def arms_of(runs: list[Run]) -> dict[str, list[Run]]:
 def panels_of(runs: list[Run]) -> list[tuple]:
     """(metric, x, mean_curve by arm) of every panel that has a curve: PANELS, then the metrics that have no place
     there, over the steps of their role. Over the solving role's, where no run has moved theirs. runs: of one task."""
-    lasts = [run.points[-1] for run in runs]
-    others = {name: steps_of(name, last) for last in lasts for name in last
+    moved, panels = {name for run in runs for name in run.moved}, []
+    others = {name: steps_of(name, moved) for run in runs for name in run.points[-1]
               if not is_count(name) and name not in EVALS | INDICATORS}
-    moved = {name for last in lasts for name, count in last.items() if is_count(name) and count} | {"sampled_tokens"}
-    panels = []
     for metric, x in (*PANELS, *others.items()):
-        x = x if x in moved else "gen_step"
+        x = x if x in moved | {"sampled_tokens"} else "gen_step"
         panels.append((metric, x, {arm: mean_curve(of_arm, metric, x) for arm, of_arm in arms_of(runs).items()}))
     return [panel for panel in panels if any(panel[2].values())]
 

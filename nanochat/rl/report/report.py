@@ -74,6 +74,12 @@ class Run:
         """The role whose accuracy and steps the comparison is about."""
         return "generator" if "generator" in self.roles else self.roles[0]
 
+    @property
+    def moved(self) -> set[str]:
+        """The counts of roles' steps that are above 0 at its last point."""
+        return {name for name, count in self.points[-1].items()
+                if name.endswith("_step") and is_count(name) and count}
+
 
 def run_folder(run: str) -> str:
     """The folder of a run, given by its name or as the folder. Raises BadInput where there is none."""
@@ -83,15 +89,25 @@ def run_folder(run: str) -> str:
     return folder
 
 
+def check_finished(folder: str) -> None:
+    """Raises BadInput where a folder is no run's, or its run has not come to its end."""
+    of_config, of_summary, of_records = (os.path.join(folder, file)
+                                         for file in ("config.json", "summary.json", "metrics.jsonl"))
+    if not os.path.exists(of_config):
+        raise BadInput(f"{folder}: no config.json; is it the folder of a run?")
+    if not os.path.exists(of_summary):
+        num_steps = len(read_records(of_records)) if os.path.exists(of_records) else 0
+        raise BadInput(f"{folder}: the run has not finished, it is at step {num_steps}")
+
+
 def read_run(folder: str, so_far: dict | None = None, watched: list[str] | tuple = ()) -> Run:
     """Reads a run's folder. so_far: of a run that is under way, minutes and the evaluation `before`; watched: metrics
     that its points have beside those of every report. Raises BadInput where it is no finished run."""
     name = os.path.basename(os.path.abspath(folder))
     of_config, of_summary, of_records, of_rollouts = (
         os.path.join(folder, file) for file in ("config.json", "summary.json", "metrics.jsonl", "rollouts.jsonl"))
-    for path in (of_config, of_summary) if so_far is None else ():
-        if not os.path.exists(path):
-            raise BadInput(f"{folder}: no {os.path.basename(path)}; is it the folder of a finished run?")
+    if so_far is None:
+        check_finished(folder)
     config, summary = read_json(of_config), so_far or read_json(of_summary)
     records, rollouts = ([record for _, record in read_records(path)] if os.path.exists(path) else []
                          for path in (of_records, of_rollouts))
@@ -168,15 +184,16 @@ def evaluated(records: list[dict], first: dict, last: dict | None,
     return points
 
 
-def steps_of(metric: str, point: dict) -> str:
-    """The count of the role that a metric is about; the solving role's where that is not known."""
+def steps_of(metric: str, moved: set[str]) -> str:
+    """The count of the role that a metric is about; the solving role's where that one makes no updates: it is frozen,
+    or one model with the solving role, whose updates are counted. moved: `Run.moved`."""
     name = f"{metric.partition('/')[0]}_step"
-    return name if "/" in metric and name in point else "gen_step"
+    return name if name in moved else "gen_step"
 
 
 def tidy(runs: list[Run]) -> list[dict]:
-    """One row per number: task, arm, seed, step (of the metric's role), sampled_tokens, metric, value."""
-    return [{"task": run.task, "arm": run.arm, "seed": run.seed, "step": point[steps_of(metric, point)],
+    """One row per number: task, arm, seed, step (`steps_of`), sampled_tokens, metric, value."""
+    return [{"task": run.task, "arm": run.arm, "seed": run.seed, "step": point[steps_of(metric, run.moved)],
              "sampled_tokens": point["sampled_tokens"], "metric": metric, "value": round(value, 5)}
             for run in runs for point in run.points for metric, value in point.items()
             if not is_count(metric) and value is not None]
@@ -250,8 +267,7 @@ PER_RUN = {"run", "seed", "resume_from_step", "save_every", "keep", "log_rollout
 
 def counts_solver(run: Run) -> bool:
     """Whether --num-steps counts updates of the role that solves: not where that one stays as it was."""
-    moved = [name for name, count in run.points[-1].items() if name.endswith("_step") and is_count(name) and count]
-    return run.config["args"].get("recipe") != "fixed_generator" and (not moved or "gen_step" in moved)
+    return run.config["args"].get("recipe") != "fixed_generator" and (not run.moved or "gen_step" in run.moved)
 
 
 def check_comparable(runs: list[Run]) -> None:
