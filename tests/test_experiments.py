@@ -294,6 +294,7 @@ def test_a_family_is_reported_by_what_it_watches(world):
     _, row = world.table("no_labels")
     assert (row["minus grpo"], row["pass@1, first -> last"]) == ("+0.0", "10.0 -> 25.0")
     assert {row["metric"] for row in world.csv("no_labels")} == {"gen/pass1_in"}
+    assert "ver/balanced_acc_fixed" in arms_selfplay.FAMILIES["no_labels"].watched  # which the results cite
     assert (world.base / "out" / "no_labels.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -306,6 +307,20 @@ def test_verifiers_are_told_as_judges_and_what_their_training_cost(world):
     assert shepherd["tokens of its training"] == "90k"  # 9,000 of solutions, twice 40,000 of labels, 1,000 of its own
     assert strong["tokens of its training"] == "91k"    # and 1,000 of the oracle's run, whose generator completes
     assert grpo["tokens of its training"] == grpo["minus grpo"] == "-"
+
+
+def test_what_a_verifiers_training_came_to_and_arms_without_rewards_stand_in_a_csv(world):
+    """A row per arm, seed, step and metric: of the training of think_rm and rm_r1, and of the runs of the other two."""
+    arms = "think_rm rm_r1 think_rm_policy supervisor"
+    assert world.run("verifiers", "--arms", arms, "--seeds", "1 2")[0] == 0
+    found = [(row["arm"], row["seed"], row["step"], row["value"]) for row in world.csv("verifiers_training")
+             if row["metric"] == "ver/pair_acc_in"]
+    assert found == [(arm, seed, step, value) for arm in ("think_rm", "rm_r1") for seed in "12"
+                     for step, value in (("0", "0.5"), ("3", "0.6"))]
+    rows = {(row["arm"], row["seed"]) for row in world.csv("verifiers")}
+    assert rows == {(arm, seed) for arm in arms.split() for seed in "12"}
+    judge = next(call for call in world.calls("tango_rl") if "--run verifiers-think_rm_policy-s2 " in call)
+    assert " --recipe think_rm_policy " in judge and "--verifier-tag verifiers-train_think_rm-s2-ver " in judge
 
 
 def test_what_other_flags_made_is_refused_in_any_setting(world):

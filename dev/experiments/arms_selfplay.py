@@ -58,7 +58,8 @@ FAMILIES = {
         {"grpo": f"--recipe grpo {BRIEF}", "ttrl": f"--recipe ttrl {BRIEF}", "coverrl": f"--recipe coverrl {JUDGED}",
          "coverrl_own": f"--recipe coverrl --verifier-head own --verifier-tag {{both}} {JUDGED}"},
         "grpo", {**SOLVED, "gen/label_accuracy": "pseudo labels that are right",
-                 "ver/balanced_acc_current": "balanced accuracy of the verifier"}),
+                 "ver/balanced_acc_current": "balanced accuracy of the verifier",
+                 "ver/balanced_acc_fixed": "the same, solutions of the start"}),
     "votes": Family(
         "majority votes that are right: each fact is taught wrongly, in 30% of its demonstrations",
         f"{VOTING} --chain-wrongness 0.3", {"gen": f"{GEN} 800"},

@@ -20,8 +20,10 @@ LABELS = {  # methods of label_steps; all label the same solutions
     "rpe": "--method rpe --num-completions 8",
     "pav": "--method pav --num-completions 8 --best-of 4",
     "omega_strong": "--method omega_prm --num-completions 8",
+    "gold_strong": "--method gold",
 }
-STRONG = "_strong"  # labels whose completions are sampled by the generator that gold labels have rewarded
+# labels of completions, and gold labels of solutions, that are sampled by the generator that gold labels have rewarded
+STRONG = "_strong"
 SUPERVISED = "--num-steps 300 --examples-per-step 32 --lr 5e-4 --kl-coef 0"
 # Also of those that learn as SFT, but from texts of their own: at 5e-4 they fell apart.
 RL_JUDGE = "--num-steps 80 --kl-coef 0 --lr 1e-4"
@@ -29,6 +31,14 @@ RL_PAIRS = "--num-steps 80 --examples-per-step 32 --num-solutions 8 --eval-examp
 LONG = "--verifier-max-new-tokens 192"
 OF_SEVERAL = {"preferred": "", "pair": LONG, "solve_pair": LONG, "scores": LONG}  # judges of several solutions
 REWARD = "--kl-coef 0 --alpha-start 0.3 --alpha-end 0.03 --combine rewards"
+OWN = {  # flags of the arms that are no generator with a fixed verifier
+    "grpo": "--recipe grpo --kl-coef 0",
+    "oracle": f"--recipe gold_steps {REWARD}",
+    "think_rm_policy": "--recipe think_rm_policy --kl-coef 0 --verifier-tag {train_think_rm}-ver "
+                       f"--verifier-source rl {LONG}",
+    "supervisor": f"--recipe supervisor {SUPERVISED} --lr 1e-4 --eval-every 100 --model-tag {{oracle}}-gen "
+                  "--model-source rl --supervisor-tag {gen} --labels {gold_strong} --judged-samples 8",
+}
 
 
 class Verifier(NamedTuple):
@@ -71,13 +81,15 @@ VERIFIERS = {
     "think_rm": Verifier("pairs, both worked again, RL (Think-RM)", "pair", "pair", f"--recipe think_rm {RL_PAIRS}"),
     "rm_r1": Verifier("pairs, solves first, RL (RM-R1)", "solve_pair", "solve_pair", f"--recipe rm_r1 {RL_PAIRS}"),
     "spct": Verifier("scores of two, RL (SPCT)", "scores", "scores", f"--recipe spct {RL_PAIRS} --kl-coef 0.08"),
+    "think_rm_policy": Verifier("no rewards: choices of think_rm between all pairs (Think-RM's policy)", "pair"),
+    "supervisor": Verifier("gains of the answer's log-probability, no reward (Ton et al.)"),
 }
 
 
 def label_flags(labels: str) -> str:
     """Flags of label_steps. Gold labels come with the solutions, which the others label."""
     by = "{oracle}-gen --generator-source rl" if labels.endswith(STRONG) else "{gen}"
-    which = NUM_LABELLED if labels == "gold" else "--solutions {gold}"
+    which = NUM_LABELLED if labels.startswith("gold") else "--solutions {gold}"
     return f"--generator-tag {by} {COMMON} {LABELS[labels]} {which} --out {{tag}}"
 
 
@@ -90,12 +102,10 @@ def training_flags(v: Verifier) -> str:
 
 
 def reward_flags(name: str) -> str:
-    """Flags of the run in which a verifier rewards a generator."""
+    """Flags of the run in which a verifier rewards a generator, or of an arm of OWN."""
     v, common = VERIFIERS[name], f"--model-tag {{gen}} {COMMON} {TASKS[TASK].rl} --num-steps {STEPS} --eval-every 20"
-    if name == "grpo":
-        return f"{common} --recipe grpo --kl-coef 0"
-    if name == "oracle":
-        return f"{common} --recipe gold_steps {REWARD}"
+    if name in OWN:
+        return f"{common} {OWN[name]}"
     trained = f"{{train_{name}}}-ver --verifier-source rl {OF_SEVERAL.get(v.judge, '')}"
     return (f"{common} --recipe fixed_verifier --judge {v.judge} --step-rewards verdicts {REWARD} "
             f"--verifier-tag {trained if v.recipe else f'{{{v.start}}}'} --judged-samples 8")

@@ -34,7 +34,8 @@ from dev.experiments.table import WATCHED, Table, write_all
 from nanochat.cli import check_choices, script_main
 from nanochat.common import BadInput, print0
 from nanochat.hf.files import read_json
-from nanochat.rl.report.report import Run, change, check_comparable, paired, read_run, spread
+from nanochat.rl.report.report import (Run, change, check_comparable, paired, read_run, spread, tidy,
+                                       write_csv)
 from nanochat.storage.files import check_writable, make_folder, path_of
 
 OF_ARMS = ("task", "start", "steps", "dial", "settings")
@@ -94,11 +95,13 @@ def tables_of_families(args) -> list[Table]:
 def tables_of_verifiers(args) -> list[Table]:
     names = list(VERIFIERS) if args.arms is None else chosen("arms", args.arms, VERIFIERS)
     e = arms_verifiers.experiment(names)
-    # runs of judges with longer texts have other flags than the others
-    alike = tuple(name for name in names if not arms_verifiers.OF_SEVERAL.get(VERIFIERS[name].judge))
+    # runs of judges with longer texts, and a supervisor's, have other flags than the others
+    alike = tuple(name for name in names
+                  if name != "supervisor" and not arms_verifiers.OF_SEVERAL.get(VERIFIERS[name].judge))
     return [Table(e.name, [e], words=f"on {arms_verifiers.TASK}; as judges: before RL",
                   watched={name: WATCHED[name] for name in ("gen/pass1_in", "gen/pass1_out")}, titles=TITLES,
-                  own=lambda name, seeds: columns_of_verifier(e, name, seeds), alike=alike)]
+                  own=lambda name, seeds: columns_of_verifier(e, name, seeds), alike=alike,
+                  training=lambda seeds: training_runs(e, seeds))]
 
 
 TABLES = {"fig4": tables_of_arms, "pays": tables_of_arms, "selfplay": tables_of_families,
@@ -158,8 +161,15 @@ def training_cost(e: Experiment, name: str, seed: str) -> float:
         if e.starts[start].kind != "sft":
             found = read_summary(job_of(e, e.starts[start], seed))
             tokens += found["cost"]["tokens"] if e.starts[start].kind == "labels" else found["sampled_tokens"]
-            tokens += found["solution_tokens"] if start == "gold" else 0
+            tokens += found["solution_tokens"] if start.startswith("gold") else 0
     return tokens / 1000
+
+
+def training_runs(e: Experiment, seeds: list[str]) -> list[Run]:
+    """The runs that trained the verifiers, each under the name of its arm."""
+    names = [name for name in e.arms if VERIFIERS[name].recipe]
+    return [replace(read_run(job_of(e, e.starts[f"train_{name}"], seed).folder), task=e.name, arm=name)
+            for name in names for seed in seeds]
 
 
 def columns_of_verifier(e: Experiment, name: str, seeds: list[int]) -> list[str]:
@@ -209,6 +219,8 @@ def report(table: Table, seeds: list[str], models: dict[Job, Job], out: str, fir
             check_comparable([run for run in runs if run.task == setting and run.arm in table.alike])
         make_folder(out)
         print0(write_all(table, runs, out, first_line))
+        if trained := table.training(seeds):
+            write_csv(tidy(trained), os.path.join(out, f"{table.name}_training.csv"))
     return len(finished) == len(jobs)
 
 

@@ -24,7 +24,8 @@ class Table(NamedTuple):
     """What a table is about. name: of its file; folder: below --out; words: what it compares; watched: metrics, of
     which the first one is compared; all_metrics: the csv and the curves have those of every report, too; partners:
     another arm to compare an arm with; titles, own: columns of its own, and their texts for an arm and its seeds;
-    alike: arms whose runs must be comparable by their flags."""
+    alike: arms whose runs must be comparable by their flags; training: (seeds) -> the runs that trained what the arms
+    use, whose points go into <name>_training.csv."""
     name: str
     experiments: list[Experiment]
     folder: str = ""
@@ -36,6 +37,7 @@ class Table(NamedTuple):
     titles: tuple[str, ...] = ()
     own: Callable[[str, list[int]], list[str]] = lambda arm, seeds: []
     alike: tuple[str, ...] = ()
+    training: Callable[[list[str]], list[Run]] = lambda seeds: []
 
 
 def less(values: dict[int, float | None], others: dict[int, float | None]) -> dict[int, float]:
