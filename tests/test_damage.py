@@ -242,6 +242,15 @@ def test_fewer_steps_than_were_made_are_refused(trained, capsys):
             step="1", num="1")
 
 
+def test_a_run_is_said_to_go_on_once_nothing_refuses_it(trained, capsys):
+    flags = [*GRPO, "--resume-from-step", "auto", "--num-steps"]
+    with pytest.raises(BadInput, match="has made 2 updates"):
+        train(*flags, "1")
+    assert "continuing" not in capsys.readouterr().out
+    train(*flags, "3")
+    assert "continuing run r after step 2 with --num-steps 2 -> 3\nwhat is scheduled" in capsys.readouterr().out
+
+
 def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path):
     """A bit of every byte of the first file and of every third byte after; every bit of the directory's first entry,
     which others are like, and of its last and end."""

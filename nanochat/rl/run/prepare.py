@@ -38,7 +38,7 @@ def prepare(args, recipe, defaults: dict) -> Play | None:
     check_json(args)
     complete_args(args, recipe.ROLES)
     seen = look_at(path_of("runs", choose_run_name(args.run)))
-    step, starts = find_start(args, recipe, defaults)
+    step, starts, said = find_start(args, recipe, defaults)
     if step is None:
         check_task(args, task, starts)
     ask(args.recipe, recipe, "check", args, task)  # what it reads fits the task, which is by now the right one
@@ -63,7 +63,8 @@ def prepare(args, recipe, defaults: dict) -> Play | None:
     lengths = prompt_lengths(tokenizer, task.fmt, prompts)
     plan = plan_of(configs, held, planned(draws, lengths[0]), setting)
     if args.dry_run:
-        print0("\n".join(describe_run(args, configs, held, draws, totals, setting, plan, lengths, device)))
+        lines = describe_run(args, configs, held, draws, totals, setting, plan, lengths, device)
+        print0("\n".join([said] * bool(said) + lines))
         return None
     check_plan(plan, device)
     roles = load_roles(args, recipe.ROLES, starts, device, dtype)
@@ -71,6 +72,8 @@ def prepare(args, recipe, defaults: dict) -> Play | None:
         tokenizer.check_model(role.name, role.model)
     state = load_state(args, recipe, step, roles, device)
     run = open_run(args, recipe, task, digests, starts, device, dtype, world, step, seen)
+    if said:
+        print0(said)
     run.tokenizer, run.resumed_from = tokenizer.mark(), step
     sampler = Sampler(task, tokenizer, args.seed, temperature=args.temperature, top_k=args.top_k,
                       calculator=args.calculator, max_rows=args.max_rows, max_cached_tokens=args.max_cached_tokens)
@@ -91,17 +94,18 @@ def check_json(args) -> None:
                            f"flags are numbers, texts, true or false, and lists of them") from None
 
 
-def find_start(args, recipe, defaults: dict) -> tuple[int | None, dict]:
-    """The step that a run is continued from (None: afresh), and each role's starting checkpoint. Raises BadInput."""
+def find_start(args, recipe, defaults: dict) -> tuple[int | None, dict, str]:
+    """The step that a run is continued from (None: afresh), each role's starting checkpoint, and what is to be said of
+    it. Raises BadInput."""
     may_change = {name_of(spec.lr) for spec in recipe.ROLES.values()}
     if hasattr(recipe, "text"):  # which is compared, wherever its file is
         may_change.add("recipe")
     tags = {tag_of(args.run, role): spec.trained for role, spec in recipe.ROLES.items()}
-    step = resolve_resume(args, defaults, may_change, tags)
+    step, said = resolve_resume(args, defaults, may_change, tags)
     if step is None:
-        return None, find_starts(args, recipe.ROLES)
+        return None, find_starts(args, recipe.ROLES), said
     check_recipe_text(args.run, getattr(recipe, "text", None))
-    return step, find_starts(args, recipe.ROLES, read_config(args.run).get("starts"))
+    return step, find_starts(args, recipe.ROLES, read_config(args.run).get("starts")), said
 
 
 def check_same_problems(args, recipe, task, tokenizer, step: int | None) -> list[int]:

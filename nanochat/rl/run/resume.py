@@ -8,7 +8,7 @@ from collections import Counter
 
 from nanochat.checkpoint import begun_steps, list_steps, saved_steps
 from nanochat.cli import check_unchanged
-from nanochat.common import BadInput, print0
+from nanochat.common import BadInput
 from nanochat.hf.files import read_json
 from nanochat.storage.files import path_of, read_records
 
@@ -18,9 +18,10 @@ MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "kee
               "max_cached_tokens", "dry_run"}
 
 
-def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, bool]) -> int | None:
-    """The step that --resume-from-step means for --run: None for a fresh start. may_change: flags beside MAY_CHANGE;
-    tags: of the roles' checkpoints, and whether they are trained. Raises BadInput for what cannot be continued."""
+def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, bool]) -> tuple[int | None, str]:
+    """The step that --resume-from-step means for --run: None for a fresh start; and what is to be said of it once
+    nothing is refused any more. may_change: flags beside MAY_CHANGE; tags: of the roles' checkpoints, and whether they
+    are trained. Raises BadInput for what cannot be continued."""
     folder, steps, asked = path_of("runs", args.run), saved_steps(args.run), args.resume_from_step
     if asked == "-1":
         if steps or has_records(folder):
@@ -28,7 +29,7 @@ def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, b
             afresh = "" if steps or models_saved(args.run, tags) else ", which starts it afresh"
             raise BadInput(f"--run {args.run}: {folder} exists, {saved}; take another name, or continue it with "
                            f"--resume-from-step auto{afresh}")
-        return None
+        return None, ""
     if args.run == "dummy":
         raise BadInput(f"--resume-from-step {asked}: name the run to continue with --run (a dummy run's is dummy-<n>)")
     if not re.fullmatch("auto|[0-9]{1,18}", asked):
@@ -37,8 +38,7 @@ def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, b
         check_last_set(args.run, folder, steps, tags)
         if not steps:
             check_records(args.run, folder, 0)
-            print0(f"run {args.run} has no checkpoint: it starts from step 0")
-            return None
+            return None, f"run {args.run} has no checkpoint: it starts from step 0"
     step = steps[-1] if asked == "auto" else int(asked)
     if step not in steps:
         raise BadInput(f"run {args.run} has no complete checkpoint of step {step}; there are: "
@@ -51,11 +51,11 @@ def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, b
                        f"cannot change it")
     changed = [words for words in check_unchanged(f"run {args.run}", before, args, MAY_CHANGE | may_change, defaults)
                if not words.startswith("--resume-from-step ")]
-    print0(f"continuing run {args.run} after step {step}" + (f" with {', '.join(changed)}" if changed else ""))
+    said = f"continuing run {args.run} after step {step}" + (f" with {', '.join(changed)}" if changed else "")
     if before.get("num_steps", args.num_steps) != args.num_steps:
-        print0(f"what is scheduled over all steps, as --lr-schedule and a recipe's weights are, goes on as in a run of "
-               f"{args.num_steps} steps")
-    return step
+        said += (f"\nwhat is scheduled over all steps, as --lr-schedule and a recipe's weights are, goes on as in a "
+                 f"run of {args.num_steps} steps")
+    return step, said
 
 
 def check_no_models(run_name: str, tags: list[str]) -> None:
