@@ -91,6 +91,18 @@ def test_problems_that_are_too_easy_too_hard_or_not_scorable_are_left_out():
     assert keep_groups(outcomes, group_id, 0.3, 0.7) == [25, 26]
 
 
+def test_by_default_every_problem_with_right_and_wrong_solutions_is_trained_on(base):
+    """Of 8 solutions 0, 1, 7 and 8 are right. Of two that can be scored one is."""
+    t = random_play("prime", "--examples-per-step", "5")
+    right = [*[False] * 8, True, *[False] * 7, *[True] * 7, False, *[True] * 8, True, False, *[None] * 6]
+    outcomes = iter(right)
+    t.task.check = lambda problem, text: next(outcomes)
+    policy, _ = prime.play(t)
+    rollouts = policy.parts[0][0]
+    assert rollouts.columns["outcome"] == right[8:24] + [True, False] and t.metrics["gen/filtered"] == 2 / 5
+    assert t.args.prm_lr == 3e-5 and t.args.process_norm == "none"
+
+
 def test_the_coefficient_is_beta_times_outcome_less_probability():
     q, mask = torch.tensor([[0.0, 0.0], [30.0, 10.0], [30.0, 10.0]]), torch.tensor([[1, 1], [1, 0], [1, 1]]).bool()
     # sigma(0) = .5; sigma(.05 * 40) = 1 / (1 + e^-2) = .880797

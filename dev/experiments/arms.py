@@ -99,7 +99,7 @@ GOLD = ["gold_steps", "gold_merged"]     # gold labels in place of a verifier
 TWO_TURNS = ["critique_grpo", "score"]   # need --start refine
 MERGED = "--recipe tango --step-rewards posterior --verify-distinct --combine rewards"
 ONE_CHECKPOINT = HEADS[2:]  # both roles start from one, of chat_sft --role both
-PRIME = "--recipe prime --lr 2e-4 --prm-lr 3e-5 --process-norm none --accuracy-filter 0.05 0.95"
+PRIME = "--recipe prime --lr 2e-4"
 ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier has; {third}: of the steps
     **{name: f"--recipe {name}" for name in ("tango", "fixed_verifier", "gold_steps", "outcome_verifier")},
     "grpo": "--recipe grpo {grpo}",

@@ -1,18 +1,25 @@
 """PRIME (Cui et al. 2025): a generator and an implicit process reward model, trained together. arXiv 2502.01456.
 
-The process reward of a token is the log-ratio of the PRM to its own SFT start, so outcomes alone train it. The
-advantage is that of RLOO on outcomes plus that of RLOO on process rewards. Defaults are the released settings, but for
-256 problems with 4 rollouts each, and rates of 5e-7 (generator) and 1e-6 (PRM).
+The process reward of a token is beta times the log-ratio of the PRM to its own SFT start, so outcomes alone train it.
+The advantage is that of RLOO on outcomes plus that of RLOO on process rewards. The defaults are those that work here.
+The released settings are --accuracy-filter 0.2 0.8 --process-norm batch, 256 problems with 4 rollouts each, and rates
+of 5e-7 (generator) and 1e-6 (PRM).
 
 Departures:
-1. One optimizer step of each role per batch; the released code takes several on parts of it.
-2. Problems outside of --accuracy-filter are left out and counted; the batch is not filled up with others.
-3. The mean of the other rollouts' mean process rewards is subtracted, as in the paper's equation. The released code
+1. Every problem with right and wrong solutions is trained on. With the paper's 4 rollouts its filter, .2 to .8, keeps
+   just these. With 8 it leaves out problems of one or seven right solutions.
+2. --prm-lr is 3e-5, beside a generator's 1e-4. In the released settings it is twice the generator's. From 1e-4 on the
+   PRM is gamed here (dev/tuning.md).
+3. Process rewards count as they are. The released code divides them by their largest return, which makes the small ones
+   of a PRM that has hardly moved as large as outcomes. --process-norm batch does that, with one maximum over all ranks
+   instead of one for each.
+4. One optimizer step of each role per batch; the released code takes several on parts of it.
+5. Problems that are left out are counted; the batch is not filled up with others.
+6. The mean of the other rollouts' mean process rewards is subtracted, as in the paper's equation. The released code
    also adds (r_t - the rollout's own mean) / (K - 1).
-4. --process-norm batch is the released code's, but with one maximum over all ranks instead of one for each.
-5. The last token keeps its process reward, as in the released code; the later recipe in verl drops it.
-6. Rollouts that cannot be scored are left out, so K is the number of those that are.
-7. Gradients of both roles are clipped at --max-grad-norm; the released settings clip the PRM's at 10.
+7. The last token keeps its process reward, as in the released code; the later recipe in verl drops it.
+8. Rollouts that cannot be scored are left out, so K is the number of those that are.
+9. Gradients of both roles are clipped at --max-grad-norm; the released settings clip the PRM's at 10.
 """
 from dataclasses import replace
 
@@ -44,15 +51,22 @@ def add_args(group) -> None:
     group.add_argument("--prm-freeze-after", type=at_least(-1), default=-1,
                        help="updates of the PRM, which then stays as it is; -1 = never. With 0 (or --prm-update none) "
                        "it equals its reference, and outcomes alone reward")
-    group.add_argument("--accuracy-filter", type=SHARE, nargs=2, default=[0.2, 0.8], metavar=("LOW", "HIGH"),
-                       help="accuracies of the problems that are trained on; 0 1 = all")
-    group.add_argument("--process-norm", default="batch", choices=["batch", "none"],
+    group.add_argument("--accuracy-filter", type=SHARE, nargs=2, default=None, metavar=("LOW", "HIGH"),
+                       help="accuracies of the problems that are trained on; 0 1 = all; default: those with right and "
+                       "wrong solutions")
+    group.add_argument("--process-norm", default="none", choices=["none", "batch"],
                        help="batch: process rewards are divided by their largest return")
-    group.set_defaults(advantage="rloo", kl_coef=0.0, aggregation="token")
+    group.set_defaults(advantage="rloo", kl_coef=0.0, aggregation="token", prm_lr=3e-5)
+
+
+def accuracies(args) -> tuple[float, float]:
+    """The lowest and the highest share of right solutions of a problem that is trained on."""
+    G = args.num_samples
+    return tuple(args.accuracy_filter or (1 / G, (G - 1) / G))
 
 
 def check(args, task) -> None:
-    low, high = args.accuracy_filter
+    low, high = accuracies(args)
     if low > high:
         raise BadInput(f"--accuracy-filter {low} {high}: must be two shares, the lower one first")
     if args.advantage != "rloo":
@@ -98,7 +112,7 @@ def play(t: Play):
     solutions.columns = {"outcome": t.check(solutions)}
     rollouts = filtered(t, solutions)
     if not t.total(len(rollouts)):
-        return  # on no rank a problem that is neither too easy nor too hard
+        return  # on no rank a problem that is trained on
     ref_logprobs = t.logprobs("prm", rollouts, reference=True)
     q = t.logprobs("prm", rollouts) - ref_logprobs                                           # (N, T)
     log_odds_scores(t, "prm", rollouts, t.args.prm_beta * q)  # it has not yet learned from these rollouts
@@ -125,9 +139,9 @@ def prm_update(rollouts: Rollouts, q: torch.Tensor, beta: float) -> Update:
 
 
 def filtered(t: Play, solutions: Rollouts) -> Rollouts:
-    """Those of problems neither too easy nor too hard; logs all, and the share of problems that are left out."""
+    """Those of problems that are trained on; logs all, and the share of problems that are left out."""
     outcomes, group_id = solutions.columns["outcome"], solutions.group_id.tolist()
-    rows = keep_groups(outcomes, group_id, *t.args.accuracy_filter)
+    rows = keep_groups(outcomes, group_id, *accuracies(t.args))
     left = {group_id[n] for n in rows}
     log_rewards(t, "generator", solutions, outcomes)
     t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes],
