@@ -127,7 +127,7 @@ def add_role_args(group, roles: dict[str, RoleSpec]) -> None:
             group.add_argument(spec.source, **SOURCE)
         if spec.trained and spec.lr not in known:
             group.add_argument(spec.lr, type=at_least(0, float, MOST_LR), default=None,
-                               help=f"learning rate of the {role}; default: --lr")
+                               help=f"learning rate of the {role}, if not --lr")
         if spec.shares and "--verifier-head" not in known:
             add_head_args(group, role, spec.shares)
 
