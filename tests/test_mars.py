@@ -151,11 +151,22 @@ def test_drawing_samples_changes_no_advantage(base, monkeypatch):
     assert len({a for *_, a in found["--balance"]}) > 2  # of several problems, right and wrong
 
 
-def test_the_reader_may_be_left_as_it_is(base, monkeypatch):
-    t = writing_words(monkeypatch, "--no-train-condenser")
+@pytest.mark.parametrize("system1, reader, num_parts", [
+    ("trained", "generator", 2), ("shared", "generator", 1), ("frozen", "reader", 1)])
+def test_who_reads_and_whether_it_learns_from_it(base, monkeypatch, system1, reader, num_parts):
+    """In training and in evaluations. A frozen reader has no optimizer."""
+    t, readers, sampled = writing_words(monkeypatch, "--system1", system1), set(), set()
+    sample = t.sampler.sample
+    t.sampler.sample = lambda model, prompts, num, stream, *rest: (
+        (readers if stream[0].startswith("condense") else sampled).add(id(model))
+        or sample(model, prompts, num, stream, *rest))
     (update,) = mars.play(t)
-    assert len(update.parts) == 1 and "trajectory" in update.parts[0][0].columns
-    assert t.metrics["gen/condensed/share_of_samples"] == 0
+    assert len(update.parts) == num_parts and "trajectory" in update.parts[0][0].columns
+    assert t.metrics["gen/condensed/share_of_samples"] == (0.5 if num_parts == 2 else 0)
+    t.evaluating = True
+    mars.evaluate(t)
+    assert readers == {id(t.roles[reader].model)} and sampled == {id(t.roles["generator"].model)}
+    assert t.roles["reader"].optimizer is None and update.role == "generator"
 
 
 @pytest.mark.parametrize("condense", ["2", "12"])

@@ -147,6 +147,7 @@ def test_two_ranks_do_what_one_does(at_base, two_ranks, recipe):
 # further runs of a recipe that log more
 MORE = {"prime": (["--prm-update", "before", "--accuracy-filter", "0", "1"], ["--accuracy-filter", "0.3", "0.3"]),
         "cooper": (["--rm-pretrain", "1"],), "gram": (["--pretrain-steps", "1"],), "marti": (["--graph", "chain"],),
+        "mars": (["--system1", "frozen"],),
         "grpo": (["--log-theory", "2", "--theory-samples", "64"],)}  # of 4 solutions no share is .3: no update
 
 

@@ -136,9 +136,9 @@ FAMILIES = {
     "readers": Family(
         "a reasoner and a reader of noisy documents", f"{KEYS} --chain-share 0 --lookup-keys 200 --lookup-noise 5",
         {"gen": f"{GEN} 1600 --demo-shares reason:0.7 condense:0.2"},
-        {"reasoner": f"{READING} --no-train-condenser", "mars": READING, "mars_unbalanced": f"{READING} --no-balance",
-         "search_o1": f"{READING} --num-steps 0"},
-        "reasoner", {**SOLVED, "gen/condensed/right": "documents read rightly", "gen/queries_in": "queries"}),
+        {"frozen_reader": f"{READING} --system1 frozen", "reasoner": f"{READING} --system1 shared", "mars": READING,
+         "mars_unbalanced": f"{READING} --no-balance", "search_o1": f"{READING} --num-steps 0"},
+        "frozen_reader", {**SOLVED, "gen/condensed/right": "documents read rightly", "gen/queries_in": "queries"}),
     "teams": Family(
         "two agents with one reward", "--task halves --chain-share 0.2 --chain-min-steps 1 --chain-max-steps 3",
         {"gen": f"{GEN} 800 --demo-shares first:0.4 second:0.4"},

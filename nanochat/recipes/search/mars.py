@@ -7,12 +7,14 @@ that of every turn and of everything that System 1 wrote on the way.
 
 Advantages are z-scores within a problem, of each system by itself: System 2's over its trajectories, System 1's over
 all that it wrote for them. After that, System 1's samples are drawn to be as many as System 2's, without repeats where
-there are more, with some twice where there are fewer. They are drawn evenly, as in the paper's first version. The
-second says "advantage-weighted" in its abstract; neither its formula nor any code of the authors was found.
+there are more, with some twice where there are fewer. They are drawn evenly, as in the paper's first version and in
+public notes on the second, whose abstract says "advantage-weighted". No formula and no code of the authors was found.
+By the same notes there is no KL, and models of 8B have 16 samples and a rate of 1e-6.
 
-Search-o1 (Li et al. 2025, arXiv 2501.05366) has the same turns and the same reader, and trains nothing: it is this
-recipe's evaluation with --num-steps 0. --no-train-condenser learns from System 2's samples alone. It shares System 1's
-weights, so that is no frozen System 1.
+What the paper compares itself with is --system1 frozen: a copy of the start reads, and System 2 alone learns. With
+--system1 shared System 1's samples are left out of the update too, but it is System 2's model, and so it changes with
+it. Search-o1 (Li et al. 2025, arXiv 2501.05366) has the same turns and the same reader, and trains nothing: it is this
+recipe's evaluation with --num-steps 0.
 
 Departures:
 1. A turn is a completion of its own. In the paper a trajectory is one, in which what System 1 wrote is masked. Here it
@@ -28,6 +30,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -45,11 +48,21 @@ from nanochat.rl.records.prompts import quoting_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
 from tasks.common import Problem
 
-STATUS = ("runs: its reasoner asks on, and all but stops beside a frozen reader, on three seeds; its reader gets no "
+STATUS = ("runs: it asks on where its reader learns too, all but stops where not, on three seeds; the reader gets no "
           "better")
-ROLES = {"generator": RoleSpec("--model-tag")}
+ROLES = {"generator": RoleSpec("--model-tag"), "reader": RoleSpec("--model-tag", trained=False)}
 SHOWN = {"generator": ["queries", "condensed/right"]}
 MARK_TOKENS = 16  # around what System 1 wrote, at most
+
+
+class Reader(NamedTuple):
+    """Who is System 1."""
+    role: str
+    learns: bool  # from what it writes
+
+
+SYSTEM1 = {"trained": Reader("generator", True), "shared": Reader("generator", False),
+           "frozen": Reader("reader", False)}
 REMEDY = "lower --most-turns, --max-new-tokens, --condense-tokens or --most-bins"
 
 
@@ -62,8 +75,10 @@ def add_args(group) -> None:
     group.add_argument("--most-bins", type=at_least(1), default=4, help="prompts of System 1 that a query may take")
     group.add_argument("--balance", action=argparse.BooleanOptionalAction, default=True,
                        help="draw as many samples of System 1 as System 2 has turns")
-    group.add_argument("--train-condenser", action=argparse.BooleanOptionalAction, default=True,
-                       help="System 1's samples are trained")
+    group.add_argument("--system1", default="trained", choices=list(SYSTEM1),
+                       help="who reads. trained, shared: the model itself, which learns from it or not; frozen: the "
+                       "model that it starts from")
+    group.set_defaults(kl_coef=0.0)
 
 
 def check(args, task) -> None:
@@ -75,13 +90,14 @@ def check(args, task) -> None:
 def draws(args) -> dict[str, Draw]:
     """Each turn, and what System 1 writes after it. A prompt quotes all turns before it."""
     N, limit, short = args.examples_per_step * args.num_samples, args.max_new_tokens, args.condense_tokens
+    reader = SYSTEM1[args.system1]
     found = {}
     for k in range(args.most_turns):
         quoted = k * (limit + args.most_bins * short + MARK_TOKENS)
         wrap = partial(quoting_prompt, template="reason_prompt", context="")
         found[f"turn{k}"] = Draw("generator", N, 1, limit, trained=True, wrap=wrap, quoted=quoted, remedy=REMEDY)
         wrap = partial(quoting_prompt, template="condense_prompt", document="", query="")
-        found[f"condense{k}"] = Draw("generator", N * args.most_bins, 1, short, trained=True, wrap=wrap,
+        found[f"condense{k}"] = Draw(reader.role, N * args.most_bins, 1, short, trained=reader.learns, wrap=wrap,
                                      quoted=args.bin_size + limit, remedy=REMEDY)
     return found
 
@@ -182,15 +198,14 @@ def play(t: Play):
     condensed.columns["outcome"] = [outcomes[k] for k in of_condensed]                         # r^{k,j} = r^k
     groups2, groups1 = [k // G for k in range(len(outcomes))], [k // G for k in of_condensed]
     A2 = system_advantages(outcomes, groups2, preset, t.device, t.reduce)
-    A1 = system_advantages(condensed.columns["outcome"], groups1, preset, t.device, t.reduce)
     log_systems(t, turns, condensed, outcomes)
-
-    chosen = list(range(len(of_condensed)))
-    if t.args.balance:  # the advantages stand
-        chosen = balanced_rows(groups1, [problem.index for problem in problems], Counter(k // G for k in of_turn),
-                               f"{t.args.seed}-{t.step}")
     parts = [(turns, spread(A2[of_turn], turns))]                                              # L_2
-    if t.args.train_condenser:
+    if SYSTEM1[t.args.system1].learns:
+        A1 = system_advantages(condensed.columns["outcome"], groups1, preset, t.device, t.reduce)
+        chosen = list(range(len(of_condensed)))
+        if t.args.balance:  # the advantages stand
+            chosen = balanced_rows(groups1, [problem.index for problem in problems], Counter(k // G for k in of_turn),
+                                   f"{t.args.seed}-{t.step}")
         parts.append((condensed.select(chosen), spread(A1[chosen], condensed)))                # L_1
     log_shares(t, parts)
     yield Update("generator", parts)
