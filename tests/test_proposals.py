@@ -68,13 +68,19 @@ def test_rewards_by_the_share_of_right_solutions_and_of_what_is_refused():
 
 @pytest.mark.parametrize("text, num_steps, score", [
     ("2T;0T;=T", 2, 1.0),            # 10
-    ("2T;0F;=F", 2, (4 - 1) / 9),    # half of the steps right: 9 // 2 = 4
-    ("2F;0F;=F", 2, 0.0),            # 0, which is below 1
-    ("2T;0T;=F", 2, (4 - 1) / 9),    # no step is blamed, and one must be wrong
+    ("2T;0F;=F", 2, (2 - 1) / 9),    # half of the steps right: half of the way from 1 to 3
+    ("2F;0F;=F", 2, 0.0),            # 1
+    ("2T;0T;=F", 2, (2 - 1) / 9),    # no step is blamed, and one must be wrong
+    ("2T;" * 8 + "0F;=F", 9, 16 / 81),  # 1 + 2 * 8 / 9: no problem is kept for it, which takes 0.7
     ("2T;=F", 1, 0.0), ("=F", 0, 0.0), ("=T", 0, 1.0),
     ("2T;0T;", 2, 0.5), ("2T;=T", 2, 0.5), ("", 2, 0.5), ("2;0T;=T", 2, 0.5)])
 def test_a_score_by_hand(text, num_steps, score):
     assert judge_score(parse_verification(COMPACT, text, num_steps)) == pytest.approx(score)
+
+
+def test_the_loss_is_that_of_the_authors_settings():
+    args = parsed("multi_agent_evolve")
+    assert (args.entropy_coef, args.kl_coef, args.aggregation, args.num_attempts) == (1e-3, 0, "token", 3)
 
 
 def test_what_proposer_solver_and_judge_earn():

@@ -5,21 +5,28 @@ verification and so gives a score s from 1 to 10, worth (s - 1) / 9, or 0.5 wher
 (quality + difficulty + format) / 3 with difficulty = 1 - the mean score of n = 3 solutions; with a quality below 0.7 no
 difficulty, and the problem stays out of the pool; 0 for what is no problem. The solver earns half its score and half
 its format, the judge its format alone. Advantages are whitened within the batch of each role, then all roles share one
-update: --advantage has no say. These are rewards of the authors' code (reward_managers.py); its script samples n = 5.
+update with an entropy bonus of 1e-3: --advantage has no say. These rewards and settings are those of the authors' code
+(reward_managers.py, azr_ppo_trainer_general.yaml) but for the departures; its script samples n = 5.
 
 No gold answer enters an update by default. Nothing then holds the judge's scores to the truth, and the log shows how
 far they part: judge/score beside rewards/outcome/mean. Variants use gold answers: --judge-reward grounded pays the
 judge as Tango does, --proposer-reward one_minus, azr and parabola pay the proposer by the share of right solutions.
 
 Departures:
-1. A score comes from a written verification of a solution: 10 where its verdict is right, else less by the share of the
-   wrong steps, of which there is at least one. The authors ask for a number.
-2. The quality of a problem is the highest score of its n solutions. The authors ask the judge about the problem itself,
-   which no demonstration teaches here.
-3. The task reads whether a text is a problem, so its format is 1 or it earns 0. A text of a test split earns nothing.
-4. G proposals after each reference, and G solutions of each problem. Theirs has one, half of the proposals without a
+1. A score comes from a written verification of a solution: 10 where its verdict is right; else below 3, by the share of
+   right steps, of which one fewer than all is the most. The authors ask for a number, by a rubric that allows a
+   solution with an error 1 to 3, an incomplete one 4 to 7 and a right one 8 to 10.
+2. A solution has one verification. Theirs has n, of which those without a number are left out of the mean.
+3. The quality of a problem is the highest score of its n solutions, so it is kept if a solution is judged right. The
+   authors ask the judge about the problem itself n times, which no demonstration teaches here.
+4. The judge is trained on this step's solutions, theirs on pairs of problem and solution out of all steps.
+5. The format is read by the task. Of a problem it is 1, or the proposal earns 0; of a solution 1 or 0; of a
+   verification as in recipe tango. Theirs counts tags, and gives 0.5 for too many.
+6. G proposals after each reference, and G solutions of each problem. Theirs has one, half of the proposals without a
    reference.
-5. The pool starts empty. Reference problems stand in for what it lacks.
+7. The pool starts empty, and reference problems stand in for what it lacks. Theirs starts with 1000 of these.
+8. One optimizer step for all rollouts. Theirs has one for every 64, so its clip (0.2, 0.28 and 3) has a say.
+9. A proposal that is a text of a test split takes no part.
 """
 import torch
 
@@ -33,9 +40,8 @@ from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.play.proposals import (BY_ACCURACY, Proposals, accuracies, check, drawn, earns,  # noqa: F401
                                         gathered, log_proposals, propose, propose_prompt, spread)
 from nanochat.rl.records.outcomes import answers_of
-from nanochat.rl.records.prompts import TOP_SCORE, Verification, empty_verifier_prompt
+from nanochat.rl.records.prompts import Verification, empty_verifier_prompt
 from nanochat.rl.records.rollouts import Rollouts
-from nanochat.rl.verify.forms import believed_score
 
 STATUS = "runs: it learns without an answer for 30 steps (+28.2 ± 15.0), then collapses on one seed of three"
 ROLES = {"generator": RoleSpec("--model-tag")}
@@ -53,7 +59,7 @@ JUDGE_REWARDS = {
 
 
 def add_args(group) -> None:
-    group.set_defaults(kl_coef=0.0, advantage="reinforce++")
+    group.set_defaults(kl_coef=0.0, entropy_coef=1e-3, advantage="reinforce++", aggregation="token")
     group.add_argument("--proposer-reward", default="judge", choices=["judge", *BY_ACCURACY],
                        help="judge: (quality + difficulty + format) / 3; the others: by the share of right solutions")
     group.add_argument("--judge-reward", default="format", choices=list(JUDGE_REWARDS))
@@ -75,12 +81,12 @@ def draws(args) -> dict[str, Draw]:
 
 def judge_score(verification: Verification) -> float:
     """(s - 1) / 9 of the score s from 1 to 10 that a verification comes to, 0.5 where it cannot be read."""
-    if verification.verdict is None or verification.usable_steps is None:
+    said = verification.usable_steps
+    if verification.verdict is None or said is None:
         return NEUTRAL
-    s, K = believed_score(verification, num_solutions=2), len(verification.step_verdicts)  # out of 10, as of several
-    if not verification.verdict:  # a wrong whole has a wrong step, also where none is blamed
-        s = min(s, (TOP_SCORE - 1) * (K - 1) // max(1, K))
-    return min(1.0, max(0.0, (s - 1) / 9))
+    right = min(sum(said), len(said) - 1)  # a wrong whole has a wrong step, also where none is blamed
+    s = 10 if verification.verdict else 1 + 2 * max(0, right) / max(1, len(said))
+    return (s - 1) / 9
 
 
 def proposer_reward(scores: list[float]) -> float:
