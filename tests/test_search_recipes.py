@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_dpo import are_equal, moved_by, random_play
+from test_dpo import are_equal, moved_by, parsed, random_play
 from test_lookup import RIGHT
 from test_search import vocabulary, writing_only
 
@@ -109,6 +109,12 @@ def test_a_step_pays_and_masks_as_it_should(stepped, recipe, stage):
     if recipe == "ssrl":
         assert (rollouts.forced == information_mask(t.tokenizer, COMPACT, rollouts)).all()
     assert 0 < t.metrics["gen/masked"] < 1 and t.metrics.get("gen/stage", 0) == stage
+
+
+def test_the_weight_of_the_kl_is_the_authors():
+    """R1-Searcher's for Llama, MARS's and SSRL's."""
+    found = {recipe: parsed(recipe, "--task", "lookup").kl_coef for recipe in ("r1_searcher", "mars", "ssrl")}
+    assert found == {"r1_searcher": 1e-4, "mars": 0, "ssrl": 1e-3}
 
 
 def test_without_the_mask_information_is_trained_as_what_nobody_drew(stepped):

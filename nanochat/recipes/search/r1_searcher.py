@@ -3,7 +3,8 @@
 Stage 1 pays 0.5 for a solution that searches and whose marks pair up, and 0.5 for its form, whatever it answers. Stage
 2 pays the answer, 1 or 0, and takes 2 off for a bad form; it no longer asks for a search. The form: every query has the
 information that the search gave it, and there is one answer, at the end, that is no query. The information is masked
-from the loss. The advantage is REINFORCE++'s (Hu 2025), normalised over the batch, and there is no KL.
+from the loss. The advantage is REINFORCE++'s (Hu 2025), normalised over the batch. The KL is 1e-4, as in their scripts
+for Llama; the one for Qwen has none.
 
 Departures:
 1. Rewards are the paper's. In the released code stage 1 also pays 1 for a right answer and takes 1 off for a wrong one,
@@ -13,6 +14,9 @@ Departures:
    of these.
 4. Stage 1 ends after a number of steps on the same problems. Theirs has 350 problems of its own.
 5. Queries and the search are those of recipe search_r1, with its departures 1 and 3.
+6. The KL is a term of the loss (--kl). Theirs is taken off each token's reward.
+7. The released code takes the mean of a problem's rewards off before it normalises over the batch. Its stage 1 with
+   Llama has GRPO's advantages in place of both.
 """
 from nanochat.cli import at_least
 from nanochat.recipes.search.search_r1 import (ROLES, TABLE, add_search_args, answers_once, check,  # noqa: F401
@@ -27,7 +31,7 @@ BAD_FORM = 2.0  # what stage 2 takes off for it
 def add_args(group) -> None:
     add_search_args(group)
     group.add_argument("--stage1-steps", type=at_least(0), default=20, help="steps of stage 1")
-    group.set_defaults(advantage="reinforce++", kl_coef=0.0)
+    group.set_defaults(advantage="reinforce++", kl_coef=1e-4)
 
 
 def is_formed(fmt, text: str, stopped: bool, num_queries: int) -> bool:
