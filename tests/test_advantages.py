@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from nanochat.rl.credit.advantages import PRESETS, SparseRewards, blend, gae, merge, source_advantages, whiten
+from nanochat.rl.credit.advantages import COMBINE, PRESETS, SparseRewards, blend, gae, merge, source_advantages, whiten
 from nanochat.rl.credit.rewards import CREDIT, step_rewards, terminal_rewards
 
 GROUP = torch.zeros(2, dtype=torch.long)
@@ -148,8 +148,8 @@ def test_credit_by_hand():
     assert_rows(found["to_go"], [[-1 / 2, -1 / 2, -3 / 4, -3 / 4, 0], [1 / 2, 1 / 4, 1 / 4, 0, 0]])
     # +-1: mean 1/2; each step for itself, and nothing after the last
     assert_rows(found["own_step"], [[1 / 2, 1 / 2, -3 / 2, -3 / 2, 0], [1 / 2, 1 / 2, 1 / 2, 0, 0]])
-    # the worst: -1 at token 3, and 1 at token 0, the first of equal ones
-    assert_rows(found["min"], [[-1, -1, -1, -1, 0], [1, 0, 0, 0, 0]])
+    # softmax(-+10) leaves the worst, -1 at token 3; equal ones share: 0, -1 | 1/2, 1/2 of mean 0
+    assert_rows(found["min"], [[-1, -1, -1, -1, 0], [1, 1 / 2, 1 / 2, 0, 0]])
 
 
 @pytest.mark.parametrize("credit", CREDIT)
@@ -334,3 +334,56 @@ def test_whitening_of_equal_advantages_gives_exactly_zero_and_loses_nothing_far_
 def test_generalised_advantages_by_hand(rewards, values, mask, gamma, lam, expected):
     rewards, values, mask = (torch.tensor([x]) for x in (rewards, values, mask))
     assert_rows(gae(rewards, values, mask.bool(), gamma, lam), [expected])
+
+
+# Two right and two wrong solutions of one group. Steps end at tokens 0 and 2; of the first of each kind the second step
+# is judged wrong.
+RIGHT = [True, True, False, False]
+SAID = [[True, False], [True, True], [True, False], [True, True]]
+
+
+def combined(name: str, preset: str = "dr_grpo", outcomes=RIGHT, said=SAID, credit="own_step", negative_weight=1.0):
+    """A_out + A_step of solutions of three tokens, of one group."""
+    sources = [(1.0, terminal_rewards(outcomes, torch.tensor([3] * len(said)), negative_weight)),
+               (1.0, step_rewards([[0, 2]] * len(said), said, "cpu", credit))]
+    return COMBINE[name](sources, torch.zeros(len(said), dtype=torch.long), inside([3] * len(said), 3), PRESETS[preset])
+
+
+def test_ways_to_combine_by_hand():
+    """Outcomes +-1/2. Steps 1, -1 | 1, 1 twice: mean 1/2, so 1/2 and -3/2 | 1/2 and 1/2 in the group and in each half
+    of it. Of each half one is chosen: the second of the right ones, the first of the wrong ones."""
+    assert_rows(combined("advantages"), [[1.0, -1.0, -1.0], [1.0] * 3, [0.0, -2.0, -2.0], [0.0] * 3])
+    torch.testing.assert_close(combined("stratified"), combined("advantages"))
+    # among right ones 1, 1 | 1, 1 says nothing; among wrong ones 1, -1 | -1, -1 has mean -1/2
+    assert_rows(combined("stratified", said=[[True, True]] * 2 + [[True, False], [False, False]]),
+                [[0.5] * 3, [0.5] * 3, [1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]])
+    assert_rows(combined("filtered"), [[0.0] * 3, [0.5] * 3, [-0.5] * 3, [0.0] * 3])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_weight_of_negative_advantages_is_on_outcomes_alone_and_never_turns_a_sign(preset):
+    both = [combined("advantages", preset, said=[None] * 4, negative_weight=weight) for weight in (1.0, 0.25)]
+    assert torch.equal(both[1], torch.where(both[0] < 0, 0.25 * both[0], both[0]))
+    steps = [combined("advantages", preset, outcomes=[None] * 4, negative_weight=weight) for weight in (1.0, 0.25)]
+    assert torch.equal(*steps) and (preset == "reinforce" or (steps[0] < 0).any())
+
+
+@pytest.mark.parametrize("credit", CREDIT)
+@settings(max_examples=50, deadline=None)
+@given(outcomes=st.lists(st.sampled_from([True, False, None]), min_size=8, max_size=8),
+       said=st.lists(st.none() | st.lists(st.booleans(), min_size=2, max_size=2), min_size=8, max_size=8),
+       negative_weight=st.sampled_from([0.0, 0.3, 1.0]))
+def test_no_source_pays_who_has_nothing_from_it(credit, outcomes, said, negative_weight):
+    """Two groups of four. A solution without verdicts, such as one that breaks the form, gets what its outcome says,
+    and a wrong answer is never paid by it; where all outcomes of a group are alike, what its steps say."""
+    group_id = torch.tensor([0] * 4 + [1] * 4)
+    outcome = terminal_rewards(outcomes, torch.tensor([3] * 8), negative_weight)
+    steps = step_rewards([[0, 2]] * 8, said, "cpu", credit)
+    of = lambda *sources: blend(list(sources), group_id, inside([3] * 8, 3), PRESETS["grpo"])
+    A_out, A_step, both = of((0.7, outcome)), of((0.3, steps)), of((0.7, outcome), (0.3, steps))
+    for n in range(8):
+        group = [o for m, o in enumerate(outcomes) if m // 4 == n // 4 and o is not None]
+        if said[n] is None:
+            assert torch.equal(both[n], A_out[n]) and (outcomes[n] or (both[n] <= 0).all())
+        if outcomes[n] is None or len(set(group)) < 2:
+            assert torch.equal(both[n], A_step[n])

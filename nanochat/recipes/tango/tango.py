@@ -66,7 +66,8 @@ def generator_step(t: Play, judge, earn: str = "steps"):
     judged = judge(t, solutions)
     alpha = exponential_decay(t.args.alpha_start, t.args.alpha_end, t.progress("generator"))
     # What the answer earns, and what the judge's word does: eq. 3 with --step-rewards verdicts.
-    sources = {"outcome": terminal_rewards(rewards, solutions.lengths), earn: EARN[earn](t, solutions, judged)}
+    sources = {"outcome": terminal_rewards(rewards, solutions.lengths, t.args.negative_weight),
+               earn: EARN[earn](t, solutions, judged)}
     # Both as advantages, weighed 1 - alpha to alpha: eq. 4 to 7 with --combine advantages.
     advantages = COMBINE[t.args.combine](list(zip((1 - alpha, alpha), sources.values(), strict=True)),
                                          solutions.group_id, solutions.mask, PRESETS[t.args.advantage], t.reduce)
@@ -83,7 +84,7 @@ def verifier_step(t: Play):
     outcomes = [outcome for outcome in outcomes for _ in range(t.args.num_samples)]
     rewards = [verdict_reward(v.verdict, outcome, v.unmet, t.args.gamma)                                       # eq. 8
                for v, outcome in zip(verifications, outcomes, strict=True)]
-    advantages = t.advantages(rollouts, rewards)
+    advantages = t.advantages(rollouts, rewards, preset=t.args.advantage)
     if t.args.class_weights:                                                                                   # eq. 9
         advantages = advantages * class_weights(t, outcomes)[:, None]
     observe_verifier(t, solutions, rollouts, verifications, outcomes, rewards)

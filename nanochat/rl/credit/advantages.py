@@ -21,6 +21,7 @@ class SparseRewards:
     token_index: torch.Tensor  # (N, K) int64
     valid: torch.Tensor        # (N, K) bool
     spread: str = "to_go"      # which tokens an entry moves: a key of SPREAD
+    negative_weight: float = 1.0  # factor on an entry below the baseline
 
 
 @dataclass(frozen=True)
@@ -167,13 +168,17 @@ def source_advantages(rewards: SparseRewards, group_id: torch.Tensor, mask: torc
                       reduce: Callable = alone) -> torch.Tensor:
     """Advantages (N, T) of one source. group_id (N,) int64 names groups by any numbers, in any order; mask (N, T) bool:
     the rollouts' own tokens. Groups never straddle ranks, so reduce is called for scope "tokens" alone."""
-    num_tokens = mask.shape[1]
     if preset.scope == "tokens":
         known = rewards.valid.any(dim=1, keepdim=True)  # (N, 1)
-        return whiten(SPREAD[rewards.spread](rewards, num_tokens), mask & known, reduce)
+        return weighted(whiten(SPREAD[rewards.spread](rewards, mask.shape[1]), mask & known, reduce), rewards)
     groups = first_of_group(group_id), max(1, len(group_id))
     values = normalised(rewards.values, rewards.valid, *groups, preset, alone)
-    return SPREAD[rewards.spread](replace(rewards, values=values), num_tokens)
+    return SPREAD[rewards.spread](replace(rewards, values=weighted(values, rewards)), mask.shape[1])
+
+
+def weighted(advantages: torch.Tensor, rewards: SparseRewards) -> torch.Tensor:
+    """Advantages of a source with its weight of negative ones. Any shape -> the same."""
+    return torch.where(advantages < 0, rewards.negative_weight * advantages, advantages)
 
 
 def blend(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, mask: torch.Tensor,
@@ -197,11 +202,40 @@ def merge(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, ma
     valid = torch.cat([rewards.valid for _, rewards in sources], dim=1)
     values = normalised(values, valid, first_of_group(group_id), max(1, len(group_id)), preset, alone)
     parts = values.split([rewards.values.shape[1] for _, rewards in sources], dim=1)
-    return sum(SPREAD[rewards.spread](replace(rewards, values=part), mask.shape[1])
+    return sum(SPREAD[rewards.spread](replace(rewards, values=weighted(part, rewards)), mask.shape[1])
                for (_, rewards), part in zip(sources, parts, strict=True))
 
 
-COMBINE: dict[str, Callable] = {"advantages": blend, "rewards": merge}
+def stratified(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, mask: torch.Tensor, preset: Preset,
+               reduce: Callable = alone) -> torch.Tensor:
+    """As `blend` of an outcome and steps, but the steps are compared among the right and among the wrong solutions of a
+    group alone, so that they never say which of a right and a wrong one is better (HERO, arXiv 2510.07242)."""
+    (first, outcome), (second, steps) = sources
+    A_out = source_advantages(outcome, group_id, mask, preset, reduce)
+    is_right = (outcome.values > 0.5).any(dim=1)                                                     # (N,)
+    return first * A_out + second * source_advantages(steps, 2 * group_id + is_right, mask, preset, reduce)
+
+
+def filtered(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, mask: torch.Tensor, preset: Preset,
+             reduce: Callable = alone) -> torch.Tensor:
+    """The outcome's advantages, steps only choose who has one: of a group's right solutions the half with the highest
+    mean step reward, of its wrong ones the half with the lowest (PROF, arXiv 2509.03403)."""
+    (_, outcome), (_, steps) = sources
+    sums = steps.values.masked_fill(~steps.valid, 0.0).sum(dim=1)
+    means = (sums / steps.valid.sum(dim=1).clamp(min=1)).tolist()
+    is_right = (outcome.values > 0.5).any(dim=1).tolist()
+    sides: dict[tuple[int, bool], list[int]] = {}
+    for n, side in enumerate(zip(group_id.tolist(), is_right, strict=True)):
+        sides.setdefault(side, []).append(n)
+    kept = [n for (_, right), rows in sides.items()
+            for n in sorted(rows, key=means.__getitem__, reverse=right)[: (len(rows) + 1) // 2]]
+    chosen = torch.zeros(len(means), 1, dtype=torch.bool)
+    chosen[kept] = True
+    known = outcome.valid & chosen.to(outcome.valid.device)
+    return source_advantages(replace(outcome, valid=known), group_id, mask, preset, reduce)
+
+
+COMBINE: dict[str, Callable] = {"advantages": blend, "rewards": merge, "stratified": stratified, "filtered": filtered}
 
 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, reduce: Callable = alone) -> torch.Tensor:

@@ -14,14 +14,16 @@ EM_ROUNDS = 10
 # What is believed of verdicts without any data, and as how many observations that counts in every estimate. Luck weighs
 # much: a right answer after a blamed step is either lucky or blamed wrongly, and outcomes alone hardly tell which.
 TRUST_BEFORE = [(0.9, 10), (0.4, 10), (0.1, 300)]
+MIN_TEMPERATURE = 0.1  # PURE's
 FORMAT_PENALTY = 0.25  # taken off the format reward for each unmet criterion
 
 
-def terminal_rewards(values: list[float | None], lengths: torch.Tensor) -> SparseRewards:
+def terminal_rewards(values: list[float | None], lengths: torch.Tensor, negative_weight: float = 1.0) -> SparseRewards:
     """One reward per rollout at its last token, as Tango eq. 2 gives it for the answer; None abstains."""
     valid = torch.tensor([v is not None for v in values], dtype=torch.bool)[:, None]
     filled = torch.tensor([0.0 if v is None else float(v) for v in values])[:, None]
-    return SparseRewards(filled.to(lengths.device), (lengths - 1).clamp(min=0)[:, None], valid.to(lengths.device))
+    return SparseRewards(filled.to(lengths.device), (lengths - 1).clamp(min=0)[:, None], valid.to(lengths.device),
+                         negative_weight=negative_weight)
 
 
 def step_rewards(step_ends: list[list[int]], verdicts: list[list[float] | None], device,
@@ -48,10 +50,10 @@ def own_step(rewards: SparseRewards) -> SparseRewards:
 
 
 def worst_step(rewards: SparseRewards) -> SparseRewards:
-    """A solution is worth its worst step: all tokens up to its end get that (PURE, arXiv 2504.15275, at temperature 0),
-    those after it nothing. Of equal ones the first counts."""
-    worst = rewards.values.masked_fill(~rewards.valid, float("inf")).argmin(dim=1, keepdim=True)  # (N, 1)
-    return SparseRewards(*(part.gather(1, worst) for part in (rewards.values, rewards.token_index, rewards.valid)))
+    """A solution is worth its worst step: a token gets the sum over the steps that end at or after it, each weighted by
+    softmax(-reward / MIN_TEMPERATURE) over the solution's steps (PURE, arXiv 2504.15275)."""
+    weights = (-rewards.values / MIN_TEMPERATURE).masked_fill(~rewards.valid, float("-inf")).softmax(dim=1)
+    return replace(rewards, values=(weights * rewards.values).masked_fill(~rewards.valid, 0.0))
 
 
 CREDIT: dict[str, Callable] = {"to_go": to_go, "own_step": own_step, "min": worst_step}
