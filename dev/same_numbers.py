@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHORT = ["--num-steps", "10", "--save-every", "4", "--eval-every", "4", "--eval-examples", "4", "--max-new-tokens",
          "16", "--kl-coef", "0.01"]
 MORE = {  # what is run beside every recipe's defaults
-    "tango": (["--step-rewards", "verdicts", "--combine", "advantages", "--no-verify-distinct"],
+    "tango": (["--step-rewards", "verdicts", "--credit", "to_go", "--negative-weight", "1", "--no-verify-distinct"],
               ["--num-labelled", "6"], ["--verifier-head", "trunk"],
               ["--verifier-head", "prompt", "--verifier-updates", "summed"]),
     "grpo": (["--updates-per-batch", "2", "--lr-schedule", "linear", "--entropy-coef", "0.01"],

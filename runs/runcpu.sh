@@ -12,7 +12,7 @@ RUN=chain-$ARM-s$SEED JUDGING="--warmup-steps 40 --verifier-balance --verifier-r
 case $ARM in
     tango) RUN=chain-s$SEED FLAGS=$JUDGING ;;
     fixed_verifier) FLAGS="--recipe fixed_verifier" ;;
-    paper) FLAGS="$JUDGING --step-rewards verdicts --combine advantages --no-verify-distinct" ;;
+    paper) FLAGS="$JUDGING --step-rewards verdicts --credit to_go --negative-weight 1 --no-verify-distinct" ;;
     *) echo "ARM $ARM: there are tango fixed_verifier paper" >&2; exit 2 ;;
 esac
 source "$(dirname "$0")/setup.sh"

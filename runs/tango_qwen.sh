@@ -22,7 +22,7 @@ DEVICE=
 # --lr: of both roles; --kl-coef: weight of the KL to the starting models; --micro-batch-tokens: through a model at
 # once; --max-rows: rollouts per GPU that decode together; --recompute: blocks run again in the backward pass (these
 # three: memory, not results). --save-every: a 7B pair's set takes 183 GB on disk. --eval-examples: of MATH-500, greedy.
-PAPER="--step-rewards verdicts --combine advantages --no-verify-distinct"  # the defaults are not the paper's
+PAPER="--step-rewards verdicts --credit to_go --negative-weight 1 --no-verify-distinct"  # the defaults are not the paper's
 RL="$PAPER --task eurus --num-steps 200 --warmup-steps 40 --generator-steps 3 --verifier-steps 1 --num-samples 5
     --alpha-start 0.1 --alpha-end 0.001 --gamma 0.8 --kl-coef 0.001 --lr 1e-6 --temperature 1.0 --max-new-tokens 2048
     --verifier-max-new-tokens 2048 --recompute --micro-batch-tokens 8192 --eval-every 20 --eval-examples 500

@@ -261,18 +261,9 @@ def test_rewards_that_are_equal_on_each_rank_alone_carry_signal_and_a_group_neve
             source_advantages(terminal_rewards([1, 0], torch.tensor([1, 1])), GROUP, inside([1, 1], 1), preset, reduce)
 
 
-def test_sources_may_have_a_preset_each_and_merged_rewards_are_normalised_together():
-    """Outcomes 1, 0 by rloo: 1 and -1. Steps 1/2, -1/2 | 1 by dr_grpo as by hand above: to go -2/3, -5/6 | 2/3."""
-    sources = [(0.75, terminal_rewards([1, 0], torch.tensor([4, 4]))),
-               (0.25, step_rewards([[1, 3], [2]], [[True, False], [True]], "cpu"))]
-    presets = [PRESETS["rloo"], PRESETS["dr_grpo"]]
-    first, second = 0.75 - 0.25 * 2 / 3, 0.75 - 0.25 * 5 / 6
-    assert_rows(blend(sources, GROUP, inside([4, 4], 4), presets),
-                [[first, first, second, second], [-0.75 + 0.25 * 2 / 3] * 3 + [-0.75]])
-    with pytest.raises(ValueError):
-        blend(sources, GROUP, inside([4, 4], 4), presets[:1])
-    # Outcomes .5 and 0 at token 1; steps .25 .25 and .25 -.25 at tokens 0 and 1: mean 1/6. What stands at or after a
-    # token: 1/3 + 1/12 + 1/12 and 1/3 + 1/12; -1/6 + 1/12 - 5/12 and -1/6 - 5/12.
+def test_merged_rewards_are_normalised_together():
+    """Outcomes .5 and 0 at token 1; steps .25 .25 and .25 -.25 at tokens 0 and 1: mean 1/6. What stands at or after a
+    token: 1/3 + 1/12 + 1/12 and 1/3 + 1/12; -1/6 + 1/12 - 5/12 and -1/6 - 5/12."""
     sources = [(0.5, terminal_rewards([True, False], torch.tensor([2, 2]))),
                (0.5, step_rewards([[0, 1], [0, 1]], [[True, True], [True, False]], "cpu"))]
     assert_rows(merge(sources, GROUP, BOTH, PRESETS["dr_grpo"]), [[1 / 2, 5 / 12], [-1 / 2, -7 / 12]])

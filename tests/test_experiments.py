@@ -132,7 +132,8 @@ def every_family_and_verifier() -> list:
 PROBLEMS = "--chain-answer final --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10"
 COMMON = f"--seed 1 --device-type cpu --num-steps 60 --eval-every 10 --kl-coef 0 --lr 2e-4 {PROBLEMS}"
 ALPHA = "--alpha-start 0.5 --alpha-end 0.05"
-PAPER = "--step-rewards verdicts --combine advantages --no-verify-distinct"
+TO_GO = "--negative-weight 1 --credit to_go"
+PAPER = f"--step-rewards verdicts --combine advantages {TO_GO} --no-verify-distinct"
 JUDGING = "--verifier-balance --verifier-replay 0.5 --verifier-lr 1e-4"
 
 
@@ -141,7 +142,11 @@ JUDGING = "--verifier-balance --verifier-replay 0.5 --verifier-lr 1e-4"
     ("fixed_merged", f"--verifier-tag chain-s1-ver {ALPHA} {PAPER}",
      "--recipe fixed_verifier --step-rewards posterior --verify-distinct --combine rewards"),
     ("grpo_2e-4", "", "--recipe grpo --lr 4e-4 --lr 2e-4"),
-    ("refit_1_1e-4", f"{ALPHA} --verifier-tag chain-s1", "--recipe refit --refit-every 1 --verifier-lr 1e-3 --lr 1e-4"),
+    ("refit_1_1e-4", f"{ALPHA} --combine rewards {TO_GO} --verifier-tag chain-s1",
+     "--recipe refit --refit-every 1 --verifier-lr 1e-3 --lr 1e-4"),
+    ("gold_weighted_own_step_0.7", f"{ALPHA} --combine advantages {TO_GO}",
+     "--recipe gold_steps --negative-weight 0.3 --credit own_step --examples-per-step 16 --alpha-start 0.7 "
+     "--alpha-end 0.7e-1"),
     ("small_verifier_kl0.05", f"--verifier-tag chain-s1-ver-small --warmup-steps 40 {JUDGING} {ALPHA} {PAPER}",
      "--kl-coef 0.05"),
 ])

@@ -5,7 +5,7 @@ from test_dpo import assert_learns, random_play, verdict_odds
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from nanochat.recipes.tango import refit
-from nanochat.rl.credit.advantages import PRESETS, merge
+from nanochat.rl.credit.advantages import PRESETS, blend
 from nanochat.rl.credit.rewards import terminal_rewards, step_rewards
 from nanochat.rl.verify.judges import JUDGES
 from nanochat.rl.verify.log_odds import PLACES
@@ -37,10 +37,11 @@ def test_the_policy_earns_its_outcomes_and_the_chances(base, judge):
     t = play_of("--judge", judge)
     solutions, advantages = next(refit.play(t)).parts[0]
     judgments = JUDGES[judge](t, "verifier", solutions)
-    told = (step_rewards([s.step_ends for s in t.read_solutions(solutions)], [j.steps for j in judgments], "cpu")
+    step_ends = [s.step_ends for s in t.read_solutions(solutions)]
+    told = (step_rewards(step_ends, [j.steps for j in judgments], "cpu", "own_step")
             if judge == "steps" else terminal_rewards([j.final for j in judgments], solutions.lengths))
-    sources = [(0.5, terminal_rewards(solutions.columns["outcome"], solutions.lengths)), (0.5, told)]
-    expected = merge(sources, solutions.group_id, solutions.mask, PRESETS["grpo"])
+    sources = [(0.5, terminal_rewards(solutions.columns["outcome"], solutions.lengths, 0.3)), (0.5, told)]
+    expected = blend(sources, solutions.group_id, solutions.mask, PRESETS["grpo"])
     torch.testing.assert_close(advantages, expected)
     assert {"gen/variance/outcome", f"gen/variance/{'verdict' if judge == 'end' else 'steps'}"} < t.metrics.keys()
 

@@ -77,8 +77,9 @@ MODEL = "--depth 4 --n-embd 128 --n-head 4"
 # an SFT after the generator's
 REFINE_SFT = "--num-steps 200 --demo-shares refine:0.5 --matrix-lr 2e-3 --embedding-lr 2e-3"
 RL = "--eval-every 10 --kl-coef 0"
-EQ7 = "--combine advantages"
-PAPER = f"--step-rewards verdicts {EQ7} --no-verify-distinct"  # where the defaults are not the paper's
+# where the defaults are not the paper's
+EQ7, TO_GO = "--combine advantages --negative-weight 1", "--credit to_go"
+PAPER = f"--step-rewards verdicts {EQ7} {TO_GO} --no-verify-distinct"
 JUDGING = "--verifier-balance --verifier-replay 0.5 --verifier-lr 1e-4"  # what trains a verifier
 WARMUP = 40
 
@@ -92,7 +93,18 @@ COOPER = ["grpo", "cooper", "cooper_frozen", "cooper_rule"]
 REFITS = ["refit_0", "refit_1", "refit_20"]
 LEARNING = ["grpo", "gold_merged", "fixed_merged", "tango_merged", "ppo", *REFITS, "progress", "progress_self", "ties",
             "flips"]
-LISTS = {"ablations": ABLATIONS, "heads": HEADS, "cooper": COOPER, "learning": LEARNING}
+HALF = "--examples-per-step 16"
+POSTERIOR = "--step-rewards posterior --verify-distinct"
+SAYS = {"gold": "--recipe gold_steps", "fixed": "--recipe fixed_verifier", "tango": "--recipe tango"}
+USES = {"paper": "", "pooled": "--combine rewards", "weighted": "--negative-weight 0.3",
+        "stratified": "--combine stratified", "filtered": "--combine filtered"}
+CREDIT = ["grpo_half", "grpo_weighted",
+          *(f"{who}_{use}_{credit}_{alpha}" for alpha in ("0.3", "0.7") for who in ("gold", "fixed")
+            for use in ("paper", "pooled", "weighted") for credit in ("to_go", "own_step")),
+          *(f"{who}_{use}_0.3" for who in ("gold", "fixed")
+            for use in ("weighted_min", "stratified_own_step", "filtered_own_step")),
+          *(f"tango_{use}_0.3" for use in ("paper_to_go", "paper_own_step", "pooled_to_go", "weighted_own_step"))]
+LISTS = {"ablations": ABLATIONS, "heads": HEADS, "cooper": COOPER, "learning": LEARNING, "credit": CREDIT}
 OTHERS = ["prime", "prime_outcome", "dpo", "spin", "critique_grpo", "score", "ttrl", *COOPER[1:], *LEARNING[4:]]
 TUNED = ["grpo", *OTHERS]                # they also come with another rate (grpo_2e-4), and use no verifier of SFT
 GOLD = ["gold_steps", "gold_merged"]     # gold labels in place of a verifier
@@ -100,6 +112,16 @@ TWO_TURNS = ["critique_grpo", "score"]   # need --start refine
 MERGED = "--recipe tango --step-rewards posterior --verify-distinct --combine rewards"
 ONE_CHECKPOINT = HEADS[2:]  # both roles start from one, of chat_sft --role both
 PRIME = "--recipe prime --lr 2e-4"
+
+
+def credit_arm(name: str) -> str:
+    """The flags of an arm such as fixed_pooled_to_go_0.3: who says which steps are right, how that is used with the
+    outcome, which tokens it moves, and alpha."""
+    who, use, credit, alpha = re.fullmatch(r"([a-z]+)_([a-z]+)_([a-z_]+)_([0-9.]+)", name).groups()
+    taken = "" if use == "paper" or who == "gold" else POSTERIOR
+    return f"{SAYS[who]} {taken} {USES[use]} --credit {credit} {HALF} --alpha-start {alpha} --alpha-end {alpha}e-1"
+
+
 ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier has; {third}: of the steps
     **{name: f"--recipe {name}" for name in ("tango", "fixed_verifier", "gold_steps", "outcome_verifier")},
     "grpo": "--recipe grpo {grpo}",
@@ -152,6 +174,9 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "progress_self": "--recipe progress_rewards --continuations 4 --best-of 1",  # the prover as it is
     "ties": "--recipe simulated_judge --judge-ties 0.5",      # as accurate as each other
     "flips": "--recipe simulated_judge --judge-flips 0.25",
+    "grpo_half": f"--recipe grpo {HALF}",
+    "grpo_weighted": f"--recipe grpo {HALF} --negative-weight 0.3",
+    **{name: credit_arm(name) for name in CREDIT[2:]},
 }
 NUMBERED = {r"alpha_(0\.[0-9]{1,2})": "--alpha-start {0} --alpha-end {0}e-1", "ng_([1-9]|10)": "--generator-steps {0}"}
 VERIFIERS = {  # SFTs of verifiers, named after the arm that has one of its own: the tag's ending, and its own flags
@@ -241,7 +266,7 @@ def without_kl(arm: str) -> str:
 
 def has_verifier(plain: str) -> bool:
     """Whether an arm has a verifier that had SFT."""
-    return plain not in [*GOLD, "grpo_both"] and not re.fullmatch(rf"({'|'.join(TUNED)})(_[1-9]e-[1-9])?", plain)
+    return not re.fullmatch(rf"(gold_.*|grpo_(both|half|weighted)|({'|'.join(TUNED)})(_[1-9]e-[1-9])?)", plain)
 
 
 def arm_flags(e: Setup, arm: str) -> str | None:
@@ -292,8 +317,8 @@ def role_flags(e: Setup, arm: str) -> str:
     task = TASKS[e.task]
     if not has_verifier(arm):
         if arm.startswith("refit_"):
-            return f"{task.alpha} --verifier-tag {{gen}}"
-        return f"{task.alpha} {EQ7}" if arm in GOLD else ""
+            return f"{task.alpha} --combine rewards --negative-weight 1 {TO_GO} --verifier-tag {{gen}}"
+        return f"{task.alpha} {EQ7} {TO_GO}" if arm.startswith("gold_") else ""
     start = "both" if arm in ONE_CHECKPOINT else arm if arm in VERIFIERS else "ver"
     tag = f"--verifier-tag {{{start}}}"
     both = f"{tag} --warmup-steps {WARMUP} {task.verdict} {JUDGING} {task.alpha}"

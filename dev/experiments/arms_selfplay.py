@@ -78,7 +78,7 @@ FAMILIES = {
          "verification": f"--recipe self_verify --warmup-steps 60 {JUDGED}",
          "coverrl": f"--recipe coverrl {JUDGED}", "ttrl": f"--recipe ttrl {BRIEF}",
          "few_labels": f"--recipe tango --verifier-head prompt --num-labelled 64 --warmup-steps 20 --alpha-start 0.7 "
-                       f"--alpha-end 0.7 {JUDGED}",
+                       f"--alpha-end 0.7 --combine rewards --credit to_go --negative-weight 1 {JUDGED}",
          "grpo_few_labels": f"--recipe grpo --num-labelled 64 --labelled-share 1 {BRIEF}"},
         "generation", {**SOLVED, "ver/balanced_acc_fixed": "balanced accuracy, the start's solutions",
                        "ver/balanced_acc_current": "balanced accuracy, present solutions"}),
@@ -86,7 +86,7 @@ FAMILIES = {
         "proofs against a kernel that is never wrong", "--task rewrite", {"gen": f"{GEN} 800"},
         {"grpo": f"--recipe alphaproof --learner grpo {PROVING}",
          "expert_iteration": f"--recipe alphaproof {PROVING}",
-         "gold_steps": f"--recipe gold_steps --combine rewards {PROVING}",
+         "gold_steps": f"--recipe gold_steps --combine rewards --credit to_go --negative-weight 1 {PROVING}",
          "targets": f"{TARGETS} --num-steps 80",  # about as many tokens
          "variants": f"{TARGETS} --curriculum variants",
          "variants_alone": f"{TARGETS} --curriculum variants --target-share 0"},

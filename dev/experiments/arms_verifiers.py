@@ -30,7 +30,7 @@ RL_JUDGE = "--num-steps 80 --kl-coef 0 --lr 1e-4"
 RL_PAIRS = "--num-steps 80 --examples-per-step 32 --num-solutions 8 --eval-examples 300 --kl-coef 0 --lr 1e-4"
 LONG = "--verifier-max-new-tokens 192"
 OF_SEVERAL = {"preferred": "", "pair": LONG, "solve_pair": LONG, "scores": LONG}  # judges of several solutions
-REWARD = "--kl-coef 0 --alpha-start 0.3 --alpha-end 0.03 --combine rewards"
+REWARD = "--kl-coef 0 --alpha-start 0.3 --alpha-end 0.03 --combine rewards --credit to_go --negative-weight 1"
 OWN = {  # flags of the arms that are no generator with a fixed verifier
     "grpo": "--recipe grpo --kl-coef 0",
     "oracle": f"--recipe gold_steps {REWARD}",

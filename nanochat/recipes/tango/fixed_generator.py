@@ -2,7 +2,7 @@
 
 The verifier is rewarded as in recipe tango. The solutions that it judges never get better.
 
-Departures: 1 and 4 of recipe tango.
+Departures: 1, 3 and 5 of recipe tango.
 """
 from nanochat.recipes.tango import tango
 from nanochat.recipes.tango.tango import TABLE, evaluate  # noqa: F401

@@ -8,7 +8,7 @@ learned this form by SFT (chat_sft --verifier-form), and perhaps by RL in recipe
 --verifier-max-new-tokens of these. Each solution of a group is judged beside its neighbours, in a ring, and its chance
 is its share of duels won, or of the highest score.
 
-Departures: 3 and 5 of recipe tango.
+Departures: 2, 4 and 5 of recipe tango.
 """
 from nanochat.cli import at_least
 from nanochat.common import BadInput

@@ -2,7 +2,7 @@
 
 The generator is rewarded as in recipe tango, but for labels that are always right in place of verdicts.
 
-Departures: 3 of recipe tango, and --combine of 5.
+Departures: 2 of recipe tango, and --credit and --negative-weight of 4.
 """
 from nanochat.common import BadInput
 from nanochat.recipes.tango import tango

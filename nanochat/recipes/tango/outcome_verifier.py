@@ -2,7 +2,7 @@
 
 Both roles are trained as in recipe tango. To the generator a verdict is worth 1 or 0 for the whole solution.
 
-Departures: 1 to 4 of recipe tango, and --verify-distinct of 5.
+Departures: 1 to 3 and 5 of recipe tango, and --verify-distinct and --negative-weight of 4.
 """
 from nanochat.recipes.tango import tango
 from nanochat.recipes.tango.tango import ROLES, SHOWN, TABLE, check, draws, eval_step, evaluate, updates  # noqa: F401
@@ -12,7 +12,6 @@ STATUS = "runs: no gain over GRPO is shown (+1.3 ± 11.5)"
 
 def add_args(group):
     tango.add_pair_args(group)
-    group.set_defaults(combine="advantages")  # what was measured; merged was not
 
 
 def play(t):

@@ -9,9 +9,12 @@ Departures:
    (--verifier-replay).
 2. alpha decays from 0.3 to 0.03, not from 0.1 to 0.001.
 3. Format reward: 1, less 0.25 per unmet criterion; class weights: sqrt(n / 2n_c), at most 4.
-4. Step rewards take the outcome into account (--step-rewards posterior), both rewards are normalised together
-   (--combine rewards), and solutions of a problem that are alike share one verification (--verify-distinct). The
-   paper's way is --step-rewards verdicts --combine advantages --no-verify-distinct.
+4. A step's reward takes the outcome into account (--step-rewards posterior) and moves its own tokens alone (--credit
+   own_step). Wrong answers weigh less than right ones (--negative-weight 0.3). Solutions of a problem that are alike
+   share one verification (--verify-distinct). The paper's way is --step-rewards verdicts --credit to_go
+   --negative-weight 1 --no-verify-distinct.
+5. Both models start from SFT, the verifier's on verdicts on steps, of which a share teaches what is wrong. In the paper
+   the verifier starts from the base model. A learning rate is constant, --lr-schedule exponential is appendix D.2's.
 """
 import argparse
 
@@ -65,10 +68,10 @@ def generator_step(t: Play, judge, earn: str = "steps"):
     rewards = t.rewards(solutions)                                                                             # eq. 2
     judged = judge(t, solutions)
     alpha = exponential_decay(t.args.alpha_start, t.args.alpha_end, t.progress("generator"))
-    # What the answer earns, and what the judge's word does: eq. 3 with --step-rewards verdicts.
+    # What the answer earns, and what the judge's word does: eq. 3 with --step-rewards verdicts --credit to_go.
     sources = {"outcome": terminal_rewards(rewards, solutions.lengths, t.args.negative_weight),
                earn: EARN[earn](t, solutions, judged)}
-    # Both as advantages, weighed 1 - alpha to alpha: eq. 4 to 7 with --combine advantages.
+    # Both as advantages, weighed 1 - alpha to alpha: eq. 4 to 7.
     advantages = COMBINE[t.args.combine](list(zip((1 - alpha, alpha), sources.values(), strict=True)),
                                          solutions.group_id, solutions.mask, PRESETS[t.args.advantage], t.reduce)
     observe(t, "generator", solutions, rewards, advantages, sources)
@@ -137,13 +140,14 @@ def add_pair_args(group) -> None:
 
 def add_alpha_args(group) -> None:
     group.add_argument("--alpha-start", type=SHARE, default=0.3,
-                       help="weight of the verifier's rewards, or with --combine advantages of their advantage, at the "
-                       "start (eq. 7; there 0.1)")
+                       help="weight of the verifier's word at the start (eq. 7; there 0.1)")
     group.add_argument("--alpha-end", type=SHARE, default=0.03,
                        help="and at the end, decaying exponentially (there 0.001)")
-    group.add_argument("--combine", default="rewards", choices=list(COMBINE),
-                       help="what the outcome and the verifier's rewards are combined as: rewards are normalised "
-                       "together, advantages, the paper's way (eq. 7), each by itself")
+    group.add_argument("--combine", default="advantages", choices=list(COMBINE),
+                       help="how the outcome and the verifier's rewards make one advantage: each normalised by itself "
+                       "(advantages, eq. 7), or both together (rewards); stratified: verdicts rank right solutions "
+                       "among each other, and wrong ones; filtered: they choose which solutions are learned from")
+    group.set_defaults(negative_weight=0.3)
 
 
 def add_distinct_args(group) -> None:
@@ -159,7 +163,7 @@ def add_step_args(group) -> None:
 
 
 def add_credit_args(group) -> None:
-    group.add_argument("--credit", default="to_go", choices=list(CREDIT),
+    group.add_argument("--credit", default="own_step", choices=list(CREDIT),
                        help="which tokens a step's reward moves: to_go, its own and all before (eq. 6); own_step, its "
                        "own; min, those up to the end of the worst step, which alone has a reward")
 

@@ -5,7 +5,7 @@ Per reward source: centre and scale within the group, spread over tokens; or spr
 tokens of the batch. Then a weighted sum of the sources. Nothing waits for the device. N rollouts, K reward entries per
 rollout, T tokens.
 """
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -181,18 +181,16 @@ def weighted(advantages: torch.Tensor, rewards: SparseRewards) -> torch.Tensor:
     return torch.where(advantages < 0, rewards.negative_weight * advantages, advantages)
 
 
-def blend(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, mask: torch.Tensor,
-          preset: Preset | Sequence[Preset], reduce: Callable = alone) -> torch.Tensor:
-    """The weighted sum of the sources' advantages (N, T), for Tango (1 - alpha) * A_out + alpha * A_step (eq. 7).
-    preset: one for all sources, or one per source."""
-    presets = [preset] * len(sources) if isinstance(preset, Preset) else preset
-    return sum(weight * source_advantages(rewards, group_id, mask, own, reduce)
-               for (weight, rewards), own in zip(sources, presets, strict=True))
+def blend(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, mask: torch.Tensor, preset: Preset,
+          reduce: Callable = alone) -> torch.Tensor:
+    """The weighted sum of the sources' advantages (N, T), for Tango (1 - alpha) * A_out + alpha * A_step (eq. 7)."""
+    return sum(weight * source_advantages(rewards, group_id, mask, preset, reduce) for weight, rewards in sources)
 
 
 def merge(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, mask: torch.Tensor, preset: Preset,
           reduce: Callable = alone) -> torch.Tensor:
-    """Advantages (N, T) of the sources' weighted rewards normalised together: Tango section 2 found it worse."""
+    """Advantages (N, T) of the sources' weighted rewards normalised together: Tango section 2 found it worse. It can
+    pay for a wrong answer, for one that is not judged, too: where the steps' rewards draw the mean below 0."""
     sources = [(weight, rewards) for weight, rewards in sources if weight]  # else it would still move the baseline
     if preset.scope == "tokens":
         total = sum(weight * SPREAD[rewards.spread](rewards, mask.shape[1]) for weight, rewards in sources)
