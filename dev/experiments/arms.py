@@ -93,7 +93,7 @@ COOPER = ["grpo", "cooper", "cooper_frozen", "cooper_rule"]
 REFITS = ["refit_0", "refit_1", "refit_20"]
 LEARNING = ["grpo", "gold_merged", "fixed_merged", "tango_merged", "ppo", *REFITS, "progress", "progress_self", "ties",
             "flips"]
-HALF = "--examples-per-step 16"
+HALF = "--examples-per-step 16 --eval-every 20"
 POSTERIOR = "--step-rewards posterior --verify-distinct"
 SAYS = {"gold": "--recipe gold_steps", "fixed": "--recipe fixed_verifier", "tango": "--recipe tango"}
 USES = {"paper": "", "pooled": "--combine rewards", "weighted": "--negative-weight 0.3",
