@@ -266,6 +266,7 @@ REFUSED = [
     ("coverrl", "--num-votes 3", "--num-votes 3: must be at least --num-samples 4"),
     ("dapo", "--overlong-buffer 29", "--overlong-buffer 29: must be at most --max-new-tokens 28"),
     ("debate_judge", "--verifications 1", "--verifications 1: must be at least 2, for a group"),
+    ("fixed_verifier", "--combine stratified --advantage reinforce++", "--combine stratified: is within groups, and"),
     ("fixed_verifier", "--judge steps", "--judge steps: gives chances, and --step-rewards posterior"),
     ("fixed_verifier", "--verifications 2", "--verifications 2: the judge generative reads one here"),
     ("fixed_verifier", "--judge pair --judged-samples 1", "--judged-samples 1: the judge pair is shown 2 solutions"),

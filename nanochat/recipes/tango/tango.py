@@ -190,3 +190,5 @@ def check_alpha(args, task) -> None:
     if args.alpha_start > 0 and args.alpha_end == 0:
         raise BadInput("--alpha-end 0: an exponential decay never gets there; give a small number, or --alpha-start "
                        "0 for no step rewards")
+    if args.combine == "stratified" and PRESETS[args.advantage].scope != "group":
+        raise BadInput(f"--combine stratified: is within groups, and --advantage {args.advantage} is over the batch")
