@@ -140,7 +140,7 @@ def test_a_plan_counts_the_cache_that_sampling_makes(prompts, samples, max_rows)
 @pytest.mark.skipif(library() is None, reason="PyTorch's own operations keep more")
 @pytest.mark.parametrize("name", ["gpt", "untied", "qk_norm"])
 def test_planned_memory_is_near_what_is_allocated_in_bf16(name):
-    """What stays to 2%, in all with an update to 6%, sampling to 12%. own: what a model's kernels hold beside PyTorch's
+    """What stays to 2%, in all with an update to 8%, sampling to 12%. own: what a model's kernels hold beside PyTorch's
     tensors: the logits' gradient, and the operands of the gradients of a layer's weights."""
     setting, config = replace(SETTING, dtype=torch.bfloat16), CONFIGS[name]
     measured, parts = measure(name, setting), resident_bytes(config, setting, Held())
@@ -150,7 +150,7 @@ def test_planned_memory_is_near_what_is_allocated_in_bf16(name):
     of_layer = 0 if name in ("gpt", "qk_norm") else 3 * 256 + 3 * 1024 + 256
     own = 0 if name == "gpt" else 2 * 2 * GROUP * NEW * (VOCABULARY + of_layer)
     planned = sum(parts.values()) + sum(update_bytes(config, setting, GROUP, PROMPT, NEW).values()) - own
-    assert planned == pytest.approx(measured["resident"] + measured["update"], rel=0.06)
+    assert planned == pytest.approx(measured["resident"] + measured["update"], rel=0.08)
     sampling = sampling_bytes(config, setting, PROMPTS, GROUP, PROMPT, NEW)
     assert sampling == pytest.approx(measured["sampling"], rel=0.12)
 

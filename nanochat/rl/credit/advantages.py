@@ -207,7 +207,8 @@ def merge(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, ma
 def stratified(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, mask: torch.Tensor, preset: Preset,
                reduce: Callable = alone) -> torch.Tensor:
     """As `blend` of an outcome and steps, but the steps are compared among the right and among the wrong solutions of a
-    group alone, so that they never say which of a right and a wrong one is better (HERO, arXiv 2510.07242)."""
+    group alone, so that they never say which of a right and a wrong one is better (HERO, arXiv 2510.07242, without its
+    weights of prompts)."""
     (first, outcome), (second, steps) = sources
     A_out = source_advantages(outcome, group_id, mask, preset, reduce)
     is_right = (outcome.values > 0.5).any(dim=1)                                                     # (N,)
@@ -217,7 +218,7 @@ def stratified(sources: list[tuple[float, SparseRewards]], group_id: torch.Tenso
 def filtered(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, mask: torch.Tensor, preset: Preset,
              reduce: Callable = alone) -> torch.Tensor:
     """The outcome's advantages, steps only choose who has one: of a group's right solutions the half with the highest
-    mean step reward, of its wrong ones the half with the lowest (PROF, arXiv 2509.03403)."""
+    mean step reward, of its wrong ones the half with the lowest (PROF, arXiv 2509.03403, which also balances them)."""
     (_, outcome), (_, steps) = sources
     sums = steps.values.masked_fill(~steps.valid, 0.0).sum(dim=1)
     means = (sums / steps.valid.sum(dim=1).clamp(min=1)).tolist()
