@@ -12,6 +12,7 @@ on some, with the right result alive among its samples. With --chain-common-shar
 are among the generator's, with the same wrong results. Those that only the generator has it is still taught rightly.
 """
 import itertools
+import math
 import random
 import re
 from dataclasses import replace
@@ -178,6 +179,18 @@ class Chain:
         others = OPS if prompt[i] in OPS else map(str, range(self.modulus))
         varied = prompt[:i] + rng.choice([other for other in others if other != prompt[i]]) + prompt[i + 1:]
         return replace(problem, prompt=varied, answer=self._answer(self._solve(varied, {}, 0.0, rng)))
+
+    def relabelled(self, problem: Problem, solution: str, rng: random.Random) -> tuple[Problem, str]:
+        """The same problem and solution about other numbers: all but the right operands of * are multiplied by one unit
+        modulo m. As u(a + b) = ua + ub and u(ab) = (ua)b, each step and the answer of any text are as right as before.
+        Every fact is another one, unless what is multiplied stays as it is (for m = 10: 0 and 5)."""
+        units = [u for u in range(1, self.modulus) if math.gcd(u, self.modulus) == 1]
+        unit = rng.choice(units[1:] or units)
+        digits = {str(a): str(unit * a % self.modulus) for a in range(self.modulus)}
+        prompt, text = (re.sub("(?<![*])[0-9]", lambda digit: digits.get(digit[0], digit[0]), written)
+                        for written in (problem.prompt, solution))
+        answer = self._answer(self._solve(prompt, {}, 0.0, rng))
+        return replace(problem, prompt=prompt, answer=answer), text
 
     def argue_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
         """A solution that comes to an answer that was given, right or wrong, and that answer."""

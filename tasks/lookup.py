@@ -51,7 +51,7 @@ class Lookup(Chain):
     name = "lookup"
     refusals = ("no_problem", "too_short", "too_long", "held_out")
     # Chain's read digits alone, so this task has none.
-    variants = violations = principle_of = revise_demo = property()
+    variants = relabelled = violations = principle_of = revise_demo = property()
 
     def __init__(self, args, seed: int):
         super().__init__(argparse.Namespace(**vars(args) | {"chain_answer": "final"}), seed)

@@ -126,7 +126,8 @@ class VerdictTrust:
     luck: float = 0.1
     # expected numbers: right and all of those judged right, of those judged wrong; lucky, with errors
     sums: list[float] | None = None
-    decay: float = 0.9  # the share of `sums` that a batch keeps
+    counts: list[float] | None = None  # the first four of them, counted by gold labels (`calibrate`)
+    decay: float = 0.9  # the share of `sums` and `counts` that a batch keeps
 
     def chances(self, verdicts: list[bool], outcome: bool | None) -> list[float]:
         """How likely each step is right, given all verdicts on the solution and its outcome, if that is known."""
@@ -146,9 +147,19 @@ class VerdictTrust:
         for _ in range(EM_ROUNDS):
             new = torch.tensor([self.expected(row, o) for row, o in known], dtype=torch.float64).view(-1, 6).sum(dim=0)
             self.sums = [self.decay * a + b for a, b in zip(before, reduce(new).tolist(), strict=True)]
+            sums = [*(self.counts or self.sums[:4]), *self.sums[4:]]
             self.right_if_right, self.right_if_wrong, self.luck = (
                 (part + weight * first) / (whole + weight) for part, whole, (first, weight)
-                in zip(self.sums[::2], self.sums[1::2], TRUST_BEFORE, strict=True))
+                in zip(sums[::2], sums[1::2], TRUST_BEFORE, strict=True))
+
+    def calibrate(self, verdicts: list[list[bool] | None], labels: list[list[bool]], reduce: Callable = alone) -> None:
+        """Takes in verdicts on steps whose gold labels are known, over all ranks. From now on `right_if_right` and
+        `right_if_wrong` are counted on such steps, and `observe` estimates luck alone."""
+        steps = [(v, label) for row, known in zip(verdicts, labels, strict=True) if row and known
+                 for v, label in zip(row, known, strict=True)]
+        new = torch.tensor([[v and label, v, not v and label, not v] for v, label in steps], dtype=torch.float64)
+        new = reduce(new.view(-1, 4).sum(dim=0)).tolist()
+        self.counts = [self.decay * a + b for a, b in zip(self.counts or [0.0] * 4, new, strict=True)]
 
     def expected(self, verdicts: list[bool], outcome: bool) -> list[float]:
         """What one solution adds to `sums`, given the estimates so far."""
@@ -158,3 +169,21 @@ class VerdictTrust:
         with_error = lucky / (no_error + lucky) if outcome else 1.0
         of = {kind: [p for p, v in zip(chances, verdicts, strict=True) if v is kind] for kind in (True, False)}
         return [sum(of[True]), len(of[True]), sum(of[False]), len(of[False]), outcome * with_error, with_error]
+
+
+@dataclass
+class VerdictSkill:
+    """How much a final verdict tells of the outcome: J, the share of right solutions that are judged right less that of
+    wrong ones. In training by its word wrong answers die out where J > 0, and spread where J < 0 (RLVeR, arXiv
+    2601.04411). Both shares by Laplace's rule, so that J is 0 without data."""
+    sums: list[float] | None = None  # of right solutions those judged right, all; of wrong ones those judged right, all
+    decay: float = 0.9  # the share of `sums` that a batch keeps
+
+    def observe(self, verdicts: list[bool | None], outcomes: list[bool | None], reduce: Callable = alone) -> float:
+        """Takes in one batch over all ranks. -> J. A solution without an outcome or a final verdict says nothing."""
+        known = [(v, o) for v, o in zip(verdicts, outcomes, strict=True) if v is not None and o is not None]
+        new = torch.tensor([[o and v, o, not o and v, not o] for v, o in known], dtype=torch.float64)
+        new = reduce(new.view(-1, 4).sum(dim=0)).tolist()
+        self.sums = [self.decay * a + b for a, b in zip(self.sums or [0.0] * 4, new, strict=True)]
+        of_right, right, of_wrong, wrong = self.sums
+        return (of_right + 1) / (right + 2) - (of_wrong + 1) / (wrong + 2)

@@ -13,14 +13,16 @@ from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.judges import JUDGES, Judgment, add_judge_args, judge_draws
 
 
-def fixed_solutions(t: Play, generator: str, num: int) -> Rollouts:
-    """`num` solutions of each of this rank's first problems of test_in, sampled once: the same in the whole run."""
-    problems = t.problems(t.args.eval_examples, "test_in")
-    if "judged_solutions" not in t.memory:
-        rows = t.solve("judged", problems, num, role=generator).completions()
+def fixed_solutions(t: Play, generator: str, num: int, draw: str = "judged", split: str = "test_in",
+                    num_problems: int | None = None) -> Rollouts:
+    """`num` solutions of each of this rank's first problems of a split (default: --eval-examples), sampled once: the
+    same in the whole run."""
+    problems, name = t.problems(num_problems or t.args.eval_examples, split), f"{draw}_solutions"
+    if name not in t.memory:
+        rows = t.solve(draw, problems, num, role=generator).completions()
         of_problems = t.gather([rows[i: i + num] for i in range(0, len(rows), num)])
-        t.memory["judged_solutions"] = kept([row for rows in of_problems for row in rows])
-    rows = cut(t.memory["judged_solutions"])
+        t.memory[name] = kept([row for rows in of_problems for row in rows])
+    rows = cut(t.memory[name])
     mine = [row for i in range(t.run.rank, len(rows) // num, t.run.world) for row in rows[i * num: (i + 1) * num]]
     prompts = [prompt for prompt in t.solve_prompts(problems) for _ in range(num)]
     return t.written(generator, prompts, mine).with_prompts(prompts)
