@@ -13,7 +13,7 @@ Departures: 2, 4 and 5 of recipe tango.
 from nanochat.cli import at_least
 from nanochat.common import BadInput
 from nanochat.recipes.tango import tango
-from nanochat.recipes.tango._judged import asked, written
+from nanochat.recipes.tango._judged import asked, verdict_draws, written
 from nanochat.recipes.tango.tango import TABLE  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1, scores_of_pair
@@ -24,32 +24,35 @@ from nanochat.rl.verify.judges import JUDGES, OF_THE_WHOLE, add_together_args, c
 STATUS = "works: 18.8 ± 9.7 above GRPO at equal steps; on five seeds of small chain 11.2 ± 4.9"
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["alpha", "wrong_passed"]}
-WRITTEN = "generative"  # the judge whose verdicts are read from one verification, as in the paper
+WRITTEN = "generative"  # the judge whose verdicts are read, as in the paper
 
 
 def add_args(group):
     tango.add_alpha_args(group)
     group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
-    tango.add_distinct_args(group)
+    tango.add_written_args(group)
     tango.add_step_args(group)
-    group.add_argument("--judge", default=WRITTEN, choices=list(JUDGES), help="how the verifier says what is right")
+    group.add_argument("--judge", default=WRITTEN, choices=list(JUDGES),
+                       help="how the verifier says what is right; of several --verifications generative takes the "
+                       "strictest (MaxProof, arXiv 2606.13473), the others their mean")
     add_judged_args(group)
     add_together_args(group)
 
 
 def check(args, task):
     tango.check_alpha(args, task)
+    tango.check_written(args, task)
     check_together_args(args)
     if args.judge != WRITTEN and args.step_rewards != "verdicts":
         raise BadInput(f"--judge {args.judge}: gives chances, and --step-rewards {args.step_rewards} makes them of "
                        f"verdicts; say --step-rewards verdicts")
-    if args.judge == WRITTEN and args.verifications > 1:
-        raise BadInput(f"--verifications {args.verifications}: the judge {WRITTEN} reads one here; see --judge "
-                       f"analysed")
+    if args.judge != WRITTEN and args.verify_relabelled:
+        raise BadInput(f"--verify-relabelled: is for the judge {WRITTEN}, not {args.judge}")
 
 
 def draws(args):
-    return solution_draws(args) | judge_draws(args, args.judge, args.examples_per_step, args.num_samples)
+    found = judge_draws(args, args.judge, args.examples_per_step, args.num_samples)
+    return solution_draws(args) | found | verdict_draws(args, found["verdicts"])
 
 
 def play(t):

@@ -20,7 +20,7 @@ draws, evaluate = solution_draws, pass_at_1
 def add_args(group):
     tango.add_alpha_args(group)
     tango.add_credit_args(group)
-    group.set_defaults(step_rewards="verdicts")
+    group.set_defaults(step_rewards="verdicts", weigh_by_j=False)
 
 
 def check(args, task):

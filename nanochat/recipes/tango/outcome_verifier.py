@@ -12,6 +12,7 @@ STATUS = "runs: no gain over GRPO is shown (+1.3 ± 11.5)"
 
 def add_args(group):
     tango.add_pair_args(group)
+    group.set_defaults(step_rewards="verdicts")
 
 
 def play(t):

@@ -37,7 +37,7 @@ def add_args(group) -> None:
     group.add_argument("--refit-every", type=at_least(0), default=1,
                        help="k: steps between the verifier's refits, each on all batches since the last; 0 = never")
     group.add_argument("--judge", default="steps", choices=list(PLACES), help="where the verifier is asked")
-    group.set_defaults(step_rewards="verdicts")
+    group.set_defaults(step_rewards="verdicts", weigh_by_j=False)
     add_judged_args(group)
 
 

@@ -15,12 +15,16 @@ Departures:
    --negative-weight 1 --no-verify-distinct.
 5. Both models start from SFT, the verifier's on verdicts on steps, of which a share teaches what is wrong. In the paper
    the verifier starts from the base model. A learning rate is constant, --lr-schedule exponential is appendix D.2's.
+
+Verdicts may be stricter, or count for less, as in later systems: see the help of --verifications, --verify-relabelled,
+--flawed-reward, --weigh-by-j and --step-rewards calibrated.
 """
 import argparse
 
 from nanochat.cli import SHARE, at_least
 from nanochat.common import BadInput
-from nanochat.recipes.tango._judged import EARN, STEP_REWARDS, written
+from nanochat.recipes.tango._judged import (EARN, STEP_REWARDS, less_if_flawed, verdict_draws, verdict_skill,
+                                            written)
 from nanochat.recipes.tango._observe import observe_judged, observe_verifier
 from nanochat.recipes.tango._phases import add_schedule_args, begin_phase, eval_step  # noqa: F401
 from nanochat.recipes.tango._pool import class_weights, keep, solutions_to_judge
@@ -68,6 +72,10 @@ def generator_step(t: Play, judge, earn: str = "steps"):
     rewards = t.rewards(solutions)                                                                             # eq. 2
     judged = judge(t, solutions)
     alpha = exponential_decay(t.args.alpha_start, t.args.alpha_end, t.progress("generator"))
+    if t.args.weigh_by_j:
+        alpha *= max(0.0, verdict_skill(t, solutions, judged))
+    if t.args.flawed_reward < 1:
+        rewards = less_if_flawed(t, solutions, rewards, judged)
     # What the answer earns, and what the judge's word does: eq. 3 with --step-rewards verdicts --credit to_go.
     sources = {"outcome": terminal_rewards(rewards, solutions.lengths, t.args.negative_weight),
                earn: EARN[earn](t, solutions, judged)}
@@ -109,8 +117,9 @@ def updates(args) -> dict[str, int]:
 
 def draws(args) -> dict[str, Draw]:
     P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
-    verdict = Draw("verifier", P * G, 1, args.verifier_max_new_tokens, wrap=empty_verifier_prompt, quoted=limit)
-    return {"solutions": Draw("generator", P, G, limit, trained=True), "verdicts": verdict,
+    verdict = Draw("verifier", P * G, args.verifications, args.verifier_max_new_tokens, wrap=empty_verifier_prompt,
+                   quoted=limit)
+    return {"solutions": Draw("generator", P, G, limit, trained=True), **verdict_draws(args, verdict),
             **verifier_draws(args, updates(args)["verifier"])}
 
 
@@ -135,7 +144,10 @@ def add_pair_args(group) -> None:
                        "added to that of the next generator step")
     add_alpha_args(group)
     add_verifier_args(group)
-    add_distinct_args(group)
+    group.add_argument("--verifications", type=at_least(1), default=1,
+                       help="k: written of each solution, of which the strictest counts: a step, and the whole, is "
+                       "right only if all that can be read say so (MaxProof, arXiv 2606.13473)")
+    add_written_args(group)
 
 
 def add_alpha_args(group) -> None:
@@ -147,19 +159,32 @@ def add_alpha_args(group) -> None:
                        help="how the outcome and the verifier's rewards make one advantage: each normalised by itself "
                        "(advantages, eq. 7), or both together (rewards); stratified: verdicts rank right solutions "
                        "among each other, and wrong ones; filtered: they choose which solutions are learned from")
+    group.add_argument("--flawed-reward", type=SHARE, default=1.0,
+                       help="what a right answer earns whose verification finds a flaw; 0.5 with --alpha-start 0 "
+                       "--alpha-end 0 --negative-weight 1 is FAPO (arXiv 2510.22543), where such an answer is above "
+                       "the group's mean until right ones are the majority")
     group.set_defaults(negative_weight=0.3)
 
 
-def add_distinct_args(group) -> None:
+def add_written_args(group) -> None:
     group.add_argument("--verify-distinct", action=argparse.BooleanOptionalAction, default=True,
                        help="solutions of a problem that are alike share one verification, which counts for each")
+    group.add_argument("--verify-relabelled", action=argparse.BooleanOptionalAction, default=False,
+                       help="verify each solution about other numbers too, where what is right stays right; only what "
+                       "passes both is right (isomorphic tests, arXiv 2604.15149)")
+    group.add_argument("--weigh-by-j", action=argparse.BooleanOptionalAction, default=False,
+                       help="alpha times J, the share of right solutions that are judged right less that of wrong "
+                       "ones, at least 0, over the batches so far (RLVeR, arXiv 2601.04411)")
 
 
 def add_step_args(group) -> None:
     add_credit_args(group)
     group.add_argument("--step-rewards", default="posterior", choices=list(STEP_REWARDS),
                        help="posterior: how likely each step is right, given all verdicts on the solution, its "
-                       "outcome, and how far verdicts could be believed before; verdicts is the paper's (eq. 3)")
+                       "outcome, and how far verdicts could be believed before; verdicts is the paper's (eq. 3); "
+                       "calibrated: posterior, with verdicts believed as they deserve on --num-calibration solutions "
+                       "with gold step labels (ZeroCoder, arXiv 2604.07864)")
+    group.add_argument("--num-calibration", type=at_least(1), default=10, help="of --step-rewards calibrated")
 
 
 def add_credit_args(group) -> None:
@@ -181,6 +206,7 @@ def add_verifier_args(group) -> None:
 
 def check(args, task) -> None:
     check_alpha(args, task)
+    check_written(args, task)
     if args.verifier_updates == "summed" and (args.verifier_head, args.verifier_steps) != ("prompt", 1):
         raise BadInput("--verifier-updates summed: needs --verifier-head prompt, for there is one model, and "
                        "--verifier-steps 1")
@@ -192,3 +218,13 @@ def check_alpha(args, task) -> None:
                        "0 for no step rewards")
     if args.combine == "stratified" and PRESETS[args.advantage].scope != "group":
         raise BadInput(f"--combine stratified: is within groups, and --advantage {args.advantage} is over the batch")
+    if args.flawed_reward < 1 and args.combine in ("stratified", "filtered"):
+        raise BadInput(f"--flawed-reward {args.flawed_reward}: --combine {args.combine} tells right solutions from "
+                       "wrong ones by their reward")
+
+
+def check_written(args, task) -> None:
+    if args.verify_relabelled and not hasattr(task, "relabelled"):
+        raise BadInput(f"--verify-relabelled: nothing can be relabelled in task {task.name}")
+    if args.step_rewards == "calibrated" and not getattr(task, "has_step_labels", True):
+        raise BadInput(f"--step-rewards calibrated: task {task.name} has no gold labels of steps")
