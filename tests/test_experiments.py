@@ -11,8 +11,8 @@ import pytest
 from conftest import TASK_FLAGS, parse, rl_flags as rl_flags_of_test
 
 from dev.experiments import arms_selfplay, arms_verifiers, run, table
-from dev.experiments.arms import (DIALS, LISTS, PAYS, TASKS, Setup, all_arms, arms_of, experiment, has_arm, setups_of,
-                                  starts_of)
+from dev.experiments.arms import (ALONE, DIALS, LISTS, PAYS, TASKS, Setup, all_arms, arms_of, experiment, has_arm,
+                                  setups_of, starts_of)
 from dev.experiments.jobs import Job, check_made_alike, job_of, runs_of, stages_of
 from nanochat import recipes
 from nanochat.cli import script_main
@@ -179,7 +179,7 @@ def test_the_dial_start_changes_the_sft_of_the_verifier_and_nothing_else():
         assert sft_flags(e, "ver") == own and sft_flags(e, "gen") == sft_flags(usual, "gen")
         for arm in PAYS:
             assert rl_flags(e, arm) == rl_flags(usual, arm).replace(tag, f"{tag}-{name}")
-            assert ("-ver" in rl_flags(e, arm)) == (arm not in ("grpo", "gold_steps", "gold_merged", "ttrl"))
+            assert ("-ver" in rl_flags(e, arm)) == (arm not in (*ALONE, "gold_steps", "gold_merged"))
 
 
 @pytest.mark.parametrize("dial, setting, alpha, kl, num", [
@@ -191,9 +191,10 @@ def test_a_setting_sets_a_constant_alpha_the_kl_and_the_labels_of_all_arms(dial,
     for arm in all_arms(e):
         args = parse(tango_rl, rl_flags(e, arm).split())
         assert (args.num_steps, args.examples_per_step, args.kl_coef) == (120, 16, kl)
-        assert arm in ("grpo", "ttrl") or (args.alpha_start, args.alpha_end) == (alpha, alpha)
+        own = 0 if arm.endswith("_flaws") else alpha
+        assert arm in ALONE or args.alpha_start == args.alpha_end == own
         assert args.num_labelled == (0 if arm == "ttrl" else num)
-        assert args.labelled_share == (1 if num and arm == "grpo" else 0.5)  # without a verifier others teach nothing
+        assert args.labelled_share == (1 if num and args.recipe == "grpo" else 0.5)  # others teach it nothing
 
 
 def test_every_job_has_flags_that_its_script_takes():

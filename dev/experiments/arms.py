@@ -104,7 +104,16 @@ CREDIT = ["grpo_half", "grpo_weighted",
           *(f"{who}_{use}_0.3" for who in ("gold", "fixed")
             for use in ("weighted_min", "stratified_own_step", "filtered_own_step")),
           *(f"tango_{use}_0.3" for use in ("paper_to_go", "paper_own_step", "pooled_to_go", "weighted_own_step"))]
-LISTS = {"ablations": ABLATIONS, "heads": HEADS, "cooper": COOPER, "learning": LEARNING, "credit": CREDIT}
+# Today's defaults, and what makes a verdict stricter or a bad verifier less heard: each with the verifier of SFT and
+# with one that is trained gently.
+NEW = f"{POSTERIOR} --combine advantages --credit own_step --negative-weight 0.3"
+GENTLE = "--recipe tango --verifier-lr 2e-5 --warmup-steps 10"
+STRICTER_BY = {"new": "", "strictest": "--verifications 3", "relabelled": "--verify-relabelled",
+               "calibrated": "--step-rewards calibrated", "by_j": "--weigh-by-j",
+               "flaws": "--flawed-reward 0.5 --alpha-start 0 --alpha-end 0"}
+STRICTER = ["grpo_weighted", *(f"{who}_{how}" for how in STRICTER_BY for who in ("fixed", "gentle"))]
+LISTS = {"ablations": ABLATIONS, "heads": HEADS, "cooper": COOPER, "learning": LEARNING, "credit": CREDIT,
+         "stricter": STRICTER}
 OTHERS = ["prime", "prime_outcome", "dpo", "spin", "critique_grpo", "score", "ttrl", *COOPER[1:], *LEARNING[4:]]
 TUNED = ["grpo", *OTHERS]                # they also come with another rate (grpo_2e-4), and use no verifier of SFT
 GOLD = ["gold_steps", "gold_merged"]     # gold labels in place of a verifier
@@ -126,17 +135,15 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     **{name: f"--recipe {name}" for name in ("tango", "fixed_verifier", "gold_steps", "outcome_verifier")},
     "grpo": "--recipe grpo {grpo}",
     "fixed_generator": "--recipe fixed_generator --num-steps {verifier_steps}",
-    "gentle": "--recipe tango --verifier-lr 2e-5 --warmup-steps 10",  # a verifier that changes little
+    "gentle": GENTLE,  # a verifier that changes little
     "fixed_verify_all": "--recipe fixed_verifier --step-rewards posterior",
     "fixed_posterior": "--recipe fixed_verifier --step-rewards posterior --verify-distinct",
     "tango_posterior": "--recipe tango --step-rewards posterior --verify-distinct",
-    "gentle_posterior": "--recipe tango --verifier-lr 2e-5 --warmup-steps 10 --step-rewards posterior "
-                        "--verify-distinct",
+    "gentle_posterior": f"{GENTLE} {POSTERIOR}",
     "fixed_merged": "--recipe fixed_verifier --step-rewards posterior --verify-distinct --combine rewards",
     "gold_merged": "--recipe gold_steps --combine rewards",
     "tango_merged": MERGED,
-    "gentle_merged": "--recipe tango --verifier-lr 2e-5 --warmup-steps 10 --step-rewards posterior --verify-distinct "
-                     "--combine rewards",
+    "gentle_merged": f"{GENTLE} {POSTERIOR} --combine rewards",
     "alpha_1": "--alpha-start 1 --alpha-end 1",                       # constant
     "no_class_weights": "--no-class-weights",
     "no_balance": "--no-verifier-balance",
@@ -177,6 +184,8 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "grpo_half": f"--recipe grpo {HALF}",
     "grpo_weighted": f"--recipe grpo {HALF} --negative-weight 0.3",
     **{name: credit_arm(name) for name in CREDIT[2:]},
+    **{f"{who}_{how}": f"{recipe} {NEW} {own}" for how, own in STRICTER_BY.items()
+       for who, recipe in (("fixed", SAYS["fixed"]), ("gentle", GENTLE))},
 }
 NUMBERED = {r"alpha_(0\.[0-9]{1,2})": "--alpha-start {0} --alpha-end {0}e-1", "ng_([1-9]|10)": "--generator-steps {0}"}
 VERIFIERS = {  # SFTs of verifiers, named after the arm that has one of its own: the tag's ending, and its own flags
@@ -207,10 +216,12 @@ PARTNERS = {  # what an arm is compared with, beside GRPO
     **dict.fromkeys(["tango", "gentle", "fixed_posterior"], "fixed_verifier"),
     **dict.fromkeys(["fixed_verify_all", "tango_posterior", "gentle_posterior", "fixed_merged"], "fixed_posterior"),
     **dict.fromkeys(["tango_merged", "gentle_merged"], "fixed_merged"),
-    "gold_merged": "gold_steps",
+    "gold_merged": "gold_steps", "fixed_new": "fixed_merged",
+    **{f"fixed_{how}": "fixed_new" for how in STRICTER_BY if how != "new"},
+    **{f"gentle_{how}": f"fixed_{how}" for how in STRICTER_BY},
 }
-PAYS = ["grpo", "fixed_verifier", *PARTNERS, "gold_steps", "ttrl"]
-ALONE = ["grpo", "ttrl"]  # with neither a verifier nor gold steps
+PAYS = ["grpo", "grpo_weighted", "fixed_verifier", *PARTNERS, "gold_steps", "ttrl"]
+ALONE = ["grpo", "grpo_weighted", "ttrl"]  # with neither a verifier nor gold steps
 STAGES = ("fixed_verifier", "tango", "fixed_posterior")  # from the paper to what runs at every setting
 
 
