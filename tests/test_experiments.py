@@ -144,9 +144,9 @@ JUDGING = "--verifier-balance --verifier-replay 0.5 --verifier-lr 1e-4"
     ("grpo_2e-4", "", "--recipe grpo --lr 4e-4 --lr 2e-4"),
     ("refit_1_1e-4", f"{ALPHA} --combine rewards {TO_GO} --verifier-tag chain-s1",
      "--recipe refit --refit-every 1 --verifier-lr 1e-3 --lr 1e-4"),
-    ("gold_weighted_own_step_0.7", f"{ALPHA} --combine advantages {TO_GO}",
+    ("gold_weighted_own_step_0.3", f"{ALPHA} --combine advantages {TO_GO}",
      "--recipe gold_steps --negative-weight 0.3 --credit own_step --examples-per-step 16 --eval-every 20 "
-     "--alpha-start 0.7 --alpha-end 0.7e-1"),
+     "--alpha-start 0.3 --alpha-end 0.3e-1"),
     ("small_verifier_kl0.05", f"--verifier-tag chain-s1-ver-small --warmup-steps 40 {JUDGING} {ALPHA} {PAPER}",
      "--kl-coef 0.05"),
 ])

@@ -96,14 +96,15 @@ LEARNING = ["grpo", "gold_merged", "fixed_merged", "tango_merged", "ppo", *REFIT
 HALF = "--examples-per-step 16 --eval-every 20"
 POSTERIOR = "--step-rewards posterior --verify-distinct"
 SAYS = {"gold": "--recipe gold_steps", "fixed": "--recipe fixed_verifier", "tango": "--recipe tango"}
-USES = {"paper": "", "pooled": "--combine rewards", "weighted": "--negative-weight 0.3",
+USES = {"paper": "", "posterior": "", "pooled": "--combine rewards", "weighted": "--negative-weight 0.3",
         "stratified": "--combine stratified", "filtered": "--combine filtered"}
 CREDIT = ["grpo_half", "grpo_weighted",
-          *(f"{who}_{use}_{credit}_{alpha}" for alpha in ("0.3", "0.7") for who in ("gold", "fixed")
-            for use in ("paper", "pooled", "weighted") for credit in ("to_go", "own_step")),
-          *(f"{who}_{use}_0.3" for who in ("gold", "fixed")
-            for use in ("weighted_min", "stratified_own_step", "filtered_own_step")),
-          *(f"tango_{use}_0.3" for use in ("paper_to_go", "paper_own_step", "pooled_to_go", "weighted_own_step"))]
+          *(f"{who}_{use}_{credit}_0.3" for who in ("gold", "fixed") for use in ("paper", "pooled", "weighted")
+            for credit in ("to_go", "own_step")),
+          *(f"fixed_{use}_0.3" for use in ("posterior_own_step", "weighted_min", "stratified_own_step",
+                                           "filtered_own_step")),
+          *(f"tango_{use}_0.3" for use in ("paper_to_go", "pooled_to_go", "weighted_own_step")),
+          *(f"fixed_{use}_0.7" for use in ("paper_to_go", "pooled_to_go", "weighted_own_step"))]
 # Today's defaults, and what makes a verdict stricter or a bad verifier less heard: each with the verifier of SFT and
 # with one that is trained gently.
 NEW = f"{POSTERIOR} --combine advantages --credit own_step --negative-weight 0.3"
