@@ -11,7 +11,7 @@ starts from.
 Departures:
 1. The papers train a verifier on such estimates and let it reward; here they reward directly, at the cost of
    --continuations completions of each prefix. Equal prefixes share theirs.
-2. Outcome and steps' rewards are normalised together (--combine, as in recipe tango), or each by itself.
+2. Outcome and progress are each normalised within the group, or with --combine rewards together. The paper's are not.
 3. A solution of more than --most-steps steps is rewarded by its outcome alone, and counted (step_abstained).
 """
 from nanochat.cli import at_least
@@ -42,7 +42,7 @@ def add_args(group) -> None:
                        help="weight of the steps' rewards beside the outcome's 1")
     group.add_argument("--most-steps", type=at_least(1), default=12, help="a longer solution has no step rewards")
     group.add_argument("--credit", default="own_step", choices=list(CREDIT), help="which tokens a step's reward moves")
-    group.add_argument("--combine", default="rewards", choices=list(COMBINE))
+    group.add_argument("--combine", default="advantages", choices=list(COMBINE))
 
 
 def check(args, task) -> None:
