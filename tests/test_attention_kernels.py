@@ -275,7 +275,7 @@ def test_models_compute_the_same_by_the_kernels_and_make_no_masks(kind, monkeypa
     # Two layers of three passes after prompts; the last layer of prompts; of the GPT a window within prompts.
     assert not masks and len(calls) == (8 if kind == "gpt" else 7)
     for a, e in zip(actual, expected, strict=True):
-        assert (a - e).abs().max() <= 1e-5 * e.abs().max() + 5e-5
+        assert (a - e).abs().max() <= 5e-5 * e.abs().max() + 5e-5
 
 
 def test_without_prefix_and_window_no_kernel_of_ours_is_asked(monkeypatch):

@@ -34,7 +34,7 @@ MODELS = {
                                       False, True)),  # in bf16 by the kernels of tiles.py
 }
 # Largest difference of a token's logprob: what rounding may make, and what the changes below make at least.
-CLOSE, APART = {torch.float32: 1e-3, torch.bfloat16: 0.1}, 1.0
+CLOSE, APART = {torch.float32: 1e-3, torch.bfloat16: 0.25}, 1.0
 LR = 0.1  # a step moves each weight by about as much as it is
 every_dtype = pytest.mark.parametrize("dtype", list(CLOSE), ids=["fp32", "bf16"])
 

@@ -168,7 +168,7 @@ def test_weights_logits_and_greedy_text_are_those_of_transformers(family, kinds,
     assert expected.keys() == state.keys()
     assert [name for name in state if not torch.equal(state[name], expected[name])] == []
     ids = torch.randint(600, (2, 40), generator=torch.Generator().manual_seed(1))
-    assert (ours(ids) - theirs(ids).logits).abs().max() < 1e-4 and ours(ids).std() > 0.01
+    assert (ours(ids) - theirs(ids).logits).abs().max() < 1e-3 and ours(ids).std() > 0.1  # by different products
     out = generate(ours, [ids[0].tolist()], 1, max_new_tokens=8, stop_tokens=[639], keys=[0], temperature=0)
     text = theirs.generate(ids[:1], max_new_tokens=8, do_sample=False, eos_token_id=639, pad_token_id=639)
     length = int(out.lengths[0])
