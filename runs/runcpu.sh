@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job on a laptop CPU, from nothing to a co-trained pair: tokenizer, SFT of generator and verifier, verifier
-# warm-up, interleaved RL, evaluation. 5 to 12 minutes on 2 cores. Finished stages are reused; an interrupted one goes
+# warm-up, interleaved RL, evaluation. 4 to 12 minutes on 2 cores. Finished stages are reused; an interrupted one goes
 # on where it was.
 #   bash runs/runcpu.sh
 #   SEED=1 bash runs/runcpu.sh
