@@ -190,7 +190,8 @@ def blend(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, ma
 def merge(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, mask: torch.Tensor, preset: Preset,
           reduce: Callable = alone) -> torch.Tensor:
     """Advantages (N, T) of the sources' weighted rewards normalised together: Tango section 2 found it worse. It can
-    pay for a wrong answer, for one that is not judged, too: where the steps' rewards draw the mean below 0."""
+    pay for a wrong answer, also for one that is not judged: where the steps' rewards draw the mean below 0. Over tokens
+    it has no weight of negative advantages."""
     sources = [(weight, rewards) for weight, rewards in sources if weight]  # else it would still move the baseline
     if preset.scope == "tokens":
         total = sum(weight * SPREAD[rewards.spread](rewards, mask.shape[1]) for weight, rewards in sources)
@@ -242,7 +243,7 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor, reduce: Callable = alon
     all ranks, which all must call it: REINFORCE++ (Hu 2025). -> 0 off the mask, and where all are equal."""
     wide = advantages.to(torch.float32 if advantages.device.type == "mps" else torch.float64)  # MPS has no float64
     one_group = torch.zeros(len(advantages), dtype=torch.int64, device=advantages.device)
-    return normalised(wide, mask.bool(), one_group, 1, Preset("tokens", "mean", "std"), reduce).to(advantages.dtype)
+    return normalised(wide, mask.bool(), one_group, 1, PRESETS["reinforce++"], reduce).to(advantages.dtype)
 
 
 def difference_advantages(differences: torch.Tensor, eps: float = EPSILON) -> torch.Tensor:
