@@ -97,13 +97,14 @@ HALF = "--examples-per-step 16 --eval-every 20"
 POSTERIOR = "--step-rewards posterior --verify-distinct"
 SAYS = {"gold": "--recipe gold_steps", "fixed": "--recipe fixed_verifier", "tango": "--recipe tango"}
 USES = {"paper": "", "posterior": "", "pooled": "--combine rewards", "weighted": "--negative-weight 0.3",
-        "stratified": "--combine stratified", "filtered": "--combine filtered"}
+        "tenth": "--negative-weight 0.1", "stratified": "--combine stratified", "filtered": "--combine filtered"}
 CREDIT = ["grpo_half", "grpo_weighted",
           *(f"{who}_{use}_{credit}_0.3" for who in ("gold", "fixed") for use in ("paper", "pooled", "weighted")
             for credit in ("to_go", "own_step")),
           *(f"fixed_{use}_0.3" for use in ("posterior_own_step", "weighted_min", "stratified_own_step",
                                            "filtered_own_step")),
           *(f"tango_{use}_0.3" for use in ("paper_to_go", "pooled_to_go", "weighted_own_step")),
+          *(f"{who}_tenth_own_step_0.3" for who in SAYS),
           *(f"fixed_{use}_0.7" for use in ("paper_to_go", "pooled_to_go", "weighted_own_step"))]
 # Today's defaults, and what makes a verdict stricter or a bad verifier less heard: each with the verifier of SFT and
 # with one that is trained gently.
