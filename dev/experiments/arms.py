@@ -6,10 +6,12 @@ every setting. Families of self-play are in arms_selfplay.py, verifiers in arms_
 each is an Experiment. Where a flag comes twice, the later one counts.
 """
 import re
+from itertools import product
 from typing import NamedTuple
 
 from nanochat.cli import check_choices
 from nanochat.common import BadInput
+from nanochat.rl.credit.rewards import CREDIT as CREDITS
 
 
 class Start(NamedTuple):
@@ -185,7 +187,7 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "flips": "--recipe simulated_judge --judge-flips 0.25",
     "grpo_half": f"--recipe grpo {HALF}",
     "grpo_weighted": f"--recipe grpo {HALF} --negative-weight 0.3",
-    **{name: credit_arm(name) for name in CREDIT[2:]},
+    **{name: credit_arm(name) for name in map("_".join, product(SAYS, USES, CREDITS, ("0.1", "0.3", "0.7")))},
     **{f"{who}_{how}": f"{recipe} {NEW} {own}" for how, own in STRICTER_BY.items()
        for who, recipe in (("fixed", SAYS["fixed"]), ("gentle", GENTLE))},
 }
