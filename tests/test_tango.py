@@ -1,5 +1,6 @@
 """What Tango rewards and keeps: variants, few gold answers, verdicts that are shared or say nothing."""
 from dataclasses import asdict
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,8 @@ from nanochat.rl.credit.rewards import ClassWeights, VerdictTrust
 from nanochat.rl.play.play import Play
 from nanochat.rl.play.updates import apply_update
 from nanochat.rl.records.prompts import Verification
-from tasks.common import Problem
+from tasks import make_task
+from tasks.common import Problem, demo_of
 from tasks.few_labels import FewLabels
 
 
@@ -133,6 +135,47 @@ def test_no_gold_answer_of_an_unlabelled_problem_enters_an_update(base, earn, co
     assert differ[0]
     if combine == "rewards":  # normalised by themselves two values are +-1, whatever they are
         assert differ[1] == (earn == "steps")
+
+
+GSM = ("--task", "reasoning_gym", "--reasoning-gym-format", "lines", "--reasoning-gym-most-lines", "2")
+
+
+@pytest.mark.parametrize("task", [(), ("--task", "last_letter"), ("--task", "mixture"), GSM],
+                         ids=["chain", "last_letter", "mixture", "gsm_symbolic"])
+def test_neither_a_wrong_answer_nor_what_cannot_be_judged_is_paid_for_itself(base, task):
+    """Groups of right and wrong solutions, and groups of wrong ones alone, of which some have no form, with verdicts of
+    all kinds, or such as cannot be read. With the defaults; those before them paid for both."""
+    def paid(*flags: str) -> list[bool]:
+        """Whether a wrong solution earns where nothing was said of it, or outside its steps."""
+        t, rng, earned = random_play("tango", *task, "--examples-per-step", "12", *flags), Random(0), []
+        t.sampler.task = make_task(t.args)
+        t.roles["generator"].model.config.sequence_len = 2048
+
+        def written(problem: Problem) -> str:
+            own = t.task.part(problem) if hasattr(t.task, "part") else t.task
+            text = demo_of(own, "corrupted_solution", problem, rng)
+            while problem.index % 2 and t.task.check(problem, text):  # a group of wrong ones alone
+                text = demo_of(own, "corrupted_solution", problem, rng)
+            return text if rng.random() < 0.8 else text[:rng.randrange(len(text))]
+        prompts = [prompt for prompt in t.solve_prompts(t.problems()) for _ in range(8)]
+        texts = [written(prompt.problem) for prompt in prompts]
+        solutions = t.written("generator", prompts, texts).with_prompts(prompts)
+        ends, trusted = [solution.step_ends for solution in t.read_solutions(solutions)], {True: 0.9, False: 0.1}
+        said = [Verification([rng.random() < trusted[bool(outcome)] for _ in found], rng.random() < 0.5,
+                             ("missing_tags",) * (rng.random() < 0.3))
+                for found, outcome in zip(ends, t.check(solutions), strict=True)]
+        t.solve, t.verify, t.read_verifications = lambda *_: solutions, lambda draw, rollouts: rollouts, lambda _: said
+        update, = tango.generator_step(t, tango.written)
+        (_, advantages), = update.parts
+        outcomes = solutions.columns["outcome"]
+        assert {True, False} <= {*outcomes} and any(v.unmet for v in said)
+        for n, outcome in enumerate(outcomes):
+            if not outcome:
+                first = ends[n][-1] + 1 if said[n].usable_steps and ends[n] else 0
+                earned.append(bool((advantages[n, first:] > 0).any()))
+        return earned
+    before = paid("--no-verify-distinct", "--combine", "rewards", "--credit", "to_go", "--negative-weight", "1")
+    assert any(before) and not any(paid("--no-verify-distinct"))
 
 
 @pytest.mark.parametrize("has_answer", [True, False])
