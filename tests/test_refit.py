@@ -40,7 +40,7 @@ def test_the_policy_earns_its_outcomes_and_the_chances(base, judge):
     step_ends = [s.step_ends for s in t.read_solutions(solutions)]
     told = (step_rewards(step_ends, [j.steps for j in judgments], "cpu", "own_step")
             if judge == "steps" else terminal_rewards([j.final for j in judgments], solutions.lengths))
-    sources = [(0.5, terminal_rewards(solutions.columns["outcome"], solutions.lengths, 0.3)), (0.5, told)]
+    sources = [(0.5, terminal_rewards(solutions.columns["outcome"], solutions.lengths, 0.1)), (0.5, told)]
     expected = blend(sources, solutions.group_id, solutions.mask, PRESETS["grpo"])
     torch.testing.assert_close(advantages, expected)
     assert {"gen/variance/outcome", f"gen/variance/{'verdict' if judge == 'end' else 'steps'}"} < t.metrics.keys()

@@ -100,7 +100,7 @@ POSTERIOR = "--step-rewards posterior --verify-distinct"
 SAYS = {"gold": "--recipe gold_steps", "fixed": "--recipe fixed_verifier", "tango": "--recipe tango"}
 USES = {"paper": "", "posterior": "", "pooled": "--combine rewards", "weighted": "--negative-weight 0.3",
         "tenth": "--negative-weight 0.1", "stratified": "--combine stratified", "filtered": "--combine filtered"}
-CREDIT = ["grpo_half", "grpo_weighted",
+CREDIT = ["grpo_half", "grpo_weighted", "grpo_tenth",
           *(f"{who}_{use}_{credit}_0.3" for who in ("gold", "fixed") for use in ("paper", "pooled", "weighted")
             for credit in ("to_go", "own_step")),
           *(f"fixed_{use}_0.3" for use in ("posterior_own_step", "weighted_min", "stratified_own_step",
@@ -110,12 +110,12 @@ CREDIT = ["grpo_half", "grpo_weighted",
           *(f"fixed_{use}_0.7" for use in ("paper_to_go", "pooled_to_go", "weighted_own_step"))]
 # Today's defaults, and what makes a verdict stricter or a bad verifier less heard: each with the verifier of SFT and
 # with one that is trained gently.
-NEW = f"{POSTERIOR} --combine advantages --credit own_step --negative-weight 0.3"
+NEW = f"{POSTERIOR} --combine advantages --credit own_step --negative-weight 0.1"
 GENTLE = "--recipe tango --verifier-lr 2e-5 --warmup-steps 10"
 STRICTER_BY = {"new": "", "strictest": "--verifications 3", "relabelled": "--verify-relabelled",
                "calibrated": "--step-rewards calibrated", "by_j": "--weigh-by-j",
                "flaws": "--flawed-reward 0.5 --alpha-start 0 --alpha-end 0"}
-STRICTER = ["grpo_weighted", *(f"{who}_{how}" for how in STRICTER_BY for who in ("fixed", "gentle"))]
+STRICTER = ["grpo_tenth", *(f"{who}_{how}" for how in STRICTER_BY for who in ("fixed", "gentle"))]
 LISTS = {"ablations": ABLATIONS, "heads": HEADS, "cooper": COOPER, "learning": LEARNING, "credit": CREDIT,
          "stricter": STRICTER}
 OTHERS = ["prime", "prime_outcome", "dpo", "spin", "critique_grpo", "score", "ttrl", *COOPER[1:], *LEARNING[4:]]
@@ -187,6 +187,7 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "flips": "--recipe simulated_judge --judge-flips 0.25",
     "grpo_half": f"--recipe grpo {HALF}",
     "grpo_weighted": f"--recipe grpo {HALF} --negative-weight 0.3",
+    "grpo_tenth": f"--recipe grpo {HALF} --negative-weight 0.1",
     **{name: credit_arm(name) for name in map("_".join, product(SAYS, USES, CREDITS, ("0.1", "0.3", "0.7")))},
     **{f"{who}_{how}": f"{recipe} {NEW} {own}" for how, own in STRICTER_BY.items()
        for who, recipe in (("fixed", SAYS["fixed"]), ("gentle", GENTLE))},
@@ -224,8 +225,8 @@ PARTNERS = {  # what an arm is compared with, beside GRPO
     **{f"fixed_{how}": "fixed_new" for how in STRICTER_BY if how != "new"},
     **{f"gentle_{how}": f"fixed_{how}" for how in STRICTER_BY},
 }
-PAYS = ["grpo", "grpo_weighted", "fixed_verifier", *PARTNERS, "gold_steps", "ttrl"]
-ALONE = ["grpo", "grpo_weighted", "ttrl"]  # with neither a verifier nor gold steps
+PAYS = ["grpo", "grpo_tenth", "fixed_verifier", *PARTNERS, "gold_steps", "ttrl"]
+ALONE = ["grpo", "grpo_tenth", "ttrl"]  # with neither a verifier nor gold steps
 STAGES = ("fixed_verifier", "tango", "fixed_posterior")  # from the paper to what runs at every setting
 
 
@@ -281,7 +282,7 @@ def without_kl(arm: str) -> str:
 
 def has_verifier(plain: str) -> bool:
     """Whether an arm has a verifier that had SFT."""
-    return not re.fullmatch(rf"(gold_.*|grpo_(both|half|weighted)|({'|'.join(TUNED)})(_[1-9]e-[1-9])?)", plain)
+    return not re.fullmatch(rf"(gold_.*|grpo_(both|half|weighted|tenth)|({'|'.join(TUNED)})(_[1-9]e-[1-9])?)", plain)
 
 
 def arm_flags(e: Setup, arm: str) -> str | None:

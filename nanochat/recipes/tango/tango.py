@@ -10,7 +10,7 @@ Departures:
 2. alpha decays from 0.3 to 0.03, not from 0.1 to 0.001.
 3. Format reward: 1, less 0.25 per unmet criterion; class weights: sqrt(n / 2n_c), at most 4.
 4. A step's reward takes the outcome into account (--step-rewards posterior) and moves its own tokens alone (--credit
-   own_step). Wrong answers weigh less than right ones (--negative-weight 0.3). Solutions of a problem that are alike
+   own_step). Wrong answers weigh less than right ones (--negative-weight 0.1). Solutions of a problem that are alike
    share one verification (--verify-distinct). The paper's way is --step-rewards verdicts --credit to_go
    --negative-weight 1 --no-verify-distinct.
 5. Both models start from SFT, the verifier's on verdicts on steps, of which a share teaches what is wrong. In the paper
@@ -164,7 +164,7 @@ def add_alpha_args(group) -> None:
                        help="what a right answer earns whose verification finds a flaw; 0.5 with --alpha-start 0 "
                        "--alpha-end 0 --negative-weight 1 is FAPO (arXiv 2510.22543), where such an answer is above "
                        "the group's mean until right ones are the majority")
-    group.set_defaults(negative_weight=0.3)
+    group.set_defaults(negative_weight=0.1)
 
 
 def add_written_args(group) -> None:
