@@ -37,7 +37,7 @@ from nanochat.rl.measure.observe import log_odds_scores, log_rewards, log_varian
 from nanochat.rl.play.play import Draw, Play, Update, solution_draws
 from nanochat.rl.records.rollouts import Rollouts
 
-STATUS = "runs: what process rewards add to outcomes is not shown"
+STATUS = "runs: process rewards are not shown to add to outcomes (-0.1 ± 2.4)"
 ROLES = {"generator": RoleSpec("--model-tag"), "prm": RoleSpec("--model-tag", lr="--prm-lr", reference=True)}
 SHOWN = {"prm": ["bce", "pair_accuracy", "step_auc"]}
 evaluate = pass_at_1
