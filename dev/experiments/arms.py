@@ -114,7 +114,7 @@ NEW = f"{POSTERIOR} --combine advantages --credit own_step --negative-weight 0.1
 GENTLE = "--recipe tango --verifier-lr 2e-5 --warmup-steps 10"
 STRICTER_BY = {"new": "", "strictest": "--verifications 3", "relabelled": "--verify-relabelled",
                "calibrated": "--step-rewards calibrated", "by_j": "--weigh-by-j",
-               "flaws": "--flawed-reward 0.5 --alpha-start 0 --alpha-end 0"}
+               "flaws": "--flawed-reward 0.5 --alpha-start 0 --alpha-end 0 --negative-weight 1"}
 STRICTER = ["grpo_tenth", *(f"{who}_{how}" for how in STRICTER_BY for who in ("fixed", "gentle"))]
 LISTS = {"ablations": ABLATIONS, "heads": HEADS, "cooper": COOPER, "learning": LEARNING, "credit": CREDIT,
          "stricter": STRICTER}
@@ -122,7 +122,7 @@ OTHERS = ["prime", "prime_outcome", "dpo", "spin", "critique_grpo", "score", "tt
 TUNED = ["grpo", *OTHERS]                # they also come with another rate (grpo_2e-4), and use no verifier of SFT
 GOLD = ["gold_steps", "gold_merged"]     # gold labels in place of a verifier
 TWO_TURNS = ["critique_grpo", "score"]   # need --start refine
-MERGED = "--recipe tango --step-rewards posterior --verify-distinct --combine rewards"
+MERGED = f"--recipe tango {POSTERIOR} --combine rewards"
 ONE_CHECKPOINT = HEADS[2:]  # both roles start from one, of chat_sft --role both
 PRIME = "--recipe prime --lr 2e-4"
 
@@ -141,10 +141,10 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "fixed_generator": "--recipe fixed_generator --num-steps {verifier_steps}",
     "gentle": GENTLE,  # a verifier that changes little
     "fixed_verify_all": "--recipe fixed_verifier --step-rewards posterior",
-    "fixed_posterior": "--recipe fixed_verifier --step-rewards posterior --verify-distinct",
-    "tango_posterior": "--recipe tango --step-rewards posterior --verify-distinct",
+    "fixed_posterior": f"--recipe fixed_verifier {POSTERIOR}",
+    "tango_posterior": f"--recipe tango {POSTERIOR}",
     "gentle_posterior": f"{GENTLE} {POSTERIOR}",
-    "fixed_merged": "--recipe fixed_verifier --step-rewards posterior --verify-distinct --combine rewards",
+    "fixed_merged": f"--recipe fixed_verifier {POSTERIOR} --combine rewards",
     "gold_merged": "--recipe gold_steps --combine rewards",
     "tango_merged": MERGED,
     "gentle_merged": f"{GENTLE} {POSTERIOR} --combine rewards",
