@@ -148,8 +148,8 @@ def test_credit_by_hand():
     assert_rows(found["to_go"], [[-1 / 2, -1 / 2, -3 / 4, -3 / 4, 0], [1 / 2, 1 / 4, 1 / 4, 0, 0]])
     # +-1: mean 1/2; each step for itself, and nothing after the last
     assert_rows(found["own_step"], [[1 / 2, 1 / 2, -3 / 2, -3 / 2, 0], [1 / 2, 1 / 2, 1 / 2, 0, 0]])
-    # softmax(-+10) leaves the worst, -1 at token 3; equal ones share: 0, -1 | 1/2, 1/2 of mean 0
-    assert_rows(found["min"], [[-1, -1, -1, -1, 0], [1, 1 / 2, 1 / 2, 0, 0]])
+    # -1, of the second step | 1, of the last of equal ones: one entry each, of mean 0
+    assert_rows(found["min"], [[-1, -1, -1, -1, 0], [1, 1, 1, 0, 0]])
 
 
 @pytest.mark.parametrize("credit", CREDIT)
@@ -349,6 +349,35 @@ def test_ways_to_combine_by_hand():
     assert_rows(combined("stratified", said=[[True, True]] * 2 + [[True, False], [False, False]]),
                 [[0.5] * 3, [0.5] * 3, [1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]])
     assert_rows(combined("filtered"), [[0.0] * 3, [0.5] * 3, [-0.5] * 3, [0.0] * 3])
+
+
+def test_what_cannot_be_read_or_scored_or_earns_a_part_is_no_right_solution():
+    """Filtered: of what has no verdicts a wrong solution stays and a right one goes, and what has no outcome takes no
+    one's place. A part of the reward makes no right solution."""
+    assert_rows(combined("filtered", said=[[True, False], None, [False, False], None]),
+                [[0.5] * 3, [0.0] * 3, [0.0] * 3, [-0.5] * 3])
+    assert_rows(combined("filtered", outcomes=[True, False, None, None], said=[[True, True]] * 2 + [[False] * 2] * 2),
+                [[0.5] * 3, [-0.5] * 3, [0.0] * 3, [0.0] * 3])
+    for how in ("stratified", "filtered"):
+        parts = [combined(how, outcomes=[1.0, part, 0.0, 0.0], said=[[True, False], [True, True], [False] * 2, None])
+                 for part in (0.6, 0.0)]
+        assert (parts[0][0] > 0).any() and (parts[1][0] > 0).any() and (parts[0][0, 0] >= parts[0][1, 0])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_with_min_credit_more_steps_earn_no_more(preset):
+    """Solutions of two and of eight steps with the same worst step: all alike, where all are."""
+    few, many = [list(range(1, 2 * K, 2)) for K in (2, 8)]
+    rewards = step_rewards([few, many, few, many], [[0, 0], [0] * 8, [1, 0], [1] * 7 + [0]], "cpu", "min")
+    found = source_advantages(rewards, torch.tensor([0, 0, 0, 0]), inside([4, 16, 4, 16], 16), PRESETS[preset])
+    assert torch.equal(found[0, :4], found[1, :4]) and torch.equal(found[2, :4], found[3, :4])
+
+
+def test_over_tokens_too_what_stands_after_the_last_step_is_not_moved():
+    rewards = step_rewards([[0, 2], [0, 2]], [[True, True], [True, False]], "cpu", "own_step")
+    found = source_advantages(rewards, torch.tensor([0, 1]), inside([5, 5], 5), PRESETS["reinforce++"])
+    assert_rows(found[:, 3:], [[0.0, 0.0]] * 2)
+    assert found.sum().abs() < 1e-6 and (found[1, 1:3] < 0).all()
 
 
 @pytest.mark.parametrize("preset", PRESETS)

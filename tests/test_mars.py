@@ -12,6 +12,8 @@ from nanochat.recipes.search import mars
 from nanochat.recipes.search.mars import (asked, balanced, balanced_rows, first_fit_decreasing, last_turns, packed,
                                           run_episodes, system_advantages)
 from nanochat.rl.credit.advantages import PRESETS
+from nanochat.rl.learn.roles import needed
+from tasks import make_task
 from tasks.formats import COMPACT, PAPER
 
 SMALL = ["--task", "lookup", "--lookup-noise", "3", "--chain-modulus", "3", "--max-new-tokens", "8",
@@ -28,6 +30,15 @@ def test_first_fit_decreasing_by_hand_and_too_many_or_too_long_documents_are_ref
         packed(["a1b2c3", "d4e5f6", "g7"], args)
     with pytest.raises(BadInput, match="--bin-size 6: a document has 8 characters"):
         packed(["a1", "b2c3d4e5"], args)
+    args.advantage = "reinforce++"
+    with pytest.raises(BadInput, match="--advantage reinforce.*: is over tokens"):
+        mars.check(args, make_task(args))
+
+
+@pytest.mark.parametrize("system1", mars.SYSTEM1)
+def test_a_frozen_reader_is_loaded_only_where_it_reads(system1):
+    loaded = needed(mars.ROLES, mars.draws(parsed("mars", "--task", "lookup", "--system1", system1)))
+    assert ("reader" in loaded) == (system1 == "frozen") and "generator" in loaded
 
 
 def test_either_system_is_normalised_over_its_own_samples():

@@ -116,4 +116,5 @@ def test_progress_to_go_is_a_baseline_and_teaches_nothing_a_steps_own_progress_d
     for prover in (weak, strong):  # to_go halves each of two steps
         torch.testing.assert_close(expected_gradient("to_go", 2 * 3.0, prover), 4 * outcome)
     with pytest.raises(BadInput, match="--credit to_go: with --step-values pav it cancels"):
-        progress_rewards.check(SimpleNamespace(best_of=1, continuations=1, step_values="pav", credit="to_go"), None)
+        progress_rewards.check(SimpleNamespace(best_of=1, continuations=1, step_values="pav", credit="to_go",
+                                                combine="advantages"), None)

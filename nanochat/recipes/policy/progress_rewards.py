@@ -16,7 +16,7 @@ Departures:
 """
 from nanochat.cli import at_least
 from nanochat.common import BadInput
-from nanochat.rl.credit.advantages import COMBINE, PRESETS
+from nanochat.rl.credit.advantages import COMBINE, PRESETS, check_combine
 from nanochat.rl.credit.rewards import CREDIT, at_step_ends, terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
@@ -49,6 +49,7 @@ def add_args(group) -> None:
 def check(args, task) -> None:
     if args.best_of > args.continuations:
         raise BadInput(f"--best-of {args.best_of}: of --continuations {args.continuations} no so many can be kept")
+    check_combine(args)
     if (args.step_values, args.credit) == ("pav", "to_go"):
         raise BadInput("--credit to_go: with --step-values pav it cancels, for progress to go is Q(end) - Q(before), a "
                        "baseline; see own_step")
@@ -65,7 +66,7 @@ def play(t: Play):
     outcomes, read = t.check(solutions), t.read_solutions(solutions)
     step_ends = [s.step_ends for s in read]
     values = step_values(t, solutions, step_ends)
-    sources = {"outcome": terminal_rewards(outcomes, solutions.lengths),
+    sources = {"outcome": terminal_rewards(outcomes, solutions.lengths, t.args.negative_weight),
                "step": CREDIT[t.args.credit](at_step_ends(step_ends, values, t.device))}
     weighted = list(zip((1.0, t.args.alpha), sources.values(), strict=True))
     advantages = COMBINE[t.args.combine](weighted, solutions.group_id, solutions.mask, PRESETS[t.args.advantage],

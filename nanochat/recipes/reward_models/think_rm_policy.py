@@ -34,7 +34,7 @@ STATUS = "runs: it learns where its judge judges, which is on one seed of three"
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["duels/right_won"]}
 evaluate = pass_at_1
-CHOICE_WEIGHTS = {"equal": lambda text: 1.0, "length": lambda text: 1 / len(text)}  # of a judgment's text
+CHOICE_WEIGHTS = {"equal": lambda text: 1.0, "length": lambda text: 1 / max(1, len(text))}  # of a judgment's text
 
 
 def add_args(group) -> None:

@@ -37,7 +37,7 @@ import torch
 from nanochat.cli import at_least
 from nanochat.common import BadInput
 from nanochat.recipes.search import search_r1
-from nanochat.rl.credit.advantages import PRESETS, Preset, alone, source_advantages
+from nanochat.rl.credit.advantages import PRESETS, Preset, source_advantages
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS, are_right
@@ -83,6 +83,8 @@ def add_args(group) -> None:
 
 def check(args, task) -> None:
     search_r1.check(args, task, "documents")
+    if PRESETS[args.advantage].scope != "group":
+        raise BadInput(f"--advantage {args.advantage}: is over tokens, and MARS compares the samples of a problem")
     for query in getattr(task, "queries", ()):
         packed(task.documents(query), args)  # refuses what some step would
 
@@ -114,13 +116,13 @@ def first_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def system_advantages(rewards: list[float | None], group_id: list[int], preset: Preset, device="cpu",
-                      reduce=alone) -> torch.Tensor:
+def system_advantages(rewards: list[float | None], group_id: list[int], preset: Preset, negative_weight: float = 1.0,
+                      device="cpu") -> torch.Tensor:
     """The advantage of each sample of one system: its trajectory's reward, normalised over the samples of its problem
     (--advantage). -> (n,)"""
     groups = torch.tensor(group_id, dtype=torch.long, device=device)
     one = torch.ones_like(groups)
-    return source_advantages(terminal_rewards(rewards, one), groups, one[:, None] > 0, preset, reduce)[:, 0]
+    return source_advantages(terminal_rewards(rewards, one, negative_weight), groups, one[:, None] > 0, preset)[:, 0]
 
 
 def balanced(samples: list[int], num: int, rng: random.Random) -> list[int]:
@@ -197,11 +199,12 @@ def play(t: Play):
     turns.columns["outcome"] = [outcomes[k] for k in of_turn]
     condensed.columns["outcome"] = [outcomes[k] for k in of_condensed]                         # r^{k,j} = r^k
     groups2, groups1 = [k // G for k in range(len(outcomes))], [k // G for k in of_condensed]
-    A2 = system_advantages(outcomes, groups2, preset, t.device, t.reduce)
+    system = partial(system_advantages, preset=preset, negative_weight=t.args.negative_weight, device=t.device)
+    A2 = system(outcomes, groups2)
     log_systems(t, turns, condensed, outcomes)
     parts = [(turns, spread(A2[of_turn], turns))]                                              # L_2
     if SYSTEM1[t.args.system1].learns:
-        A1 = system_advantages(condensed.columns["outcome"], groups1, preset, t.device, t.reduce)
+        A1 = system(condensed.columns["outcome"], groups1)
         chosen = list(range(len(of_condensed)))
         if t.args.balance:  # the advantages stand
             chosen = balanced_rows(groups1, [problem.index for problem in problems], Counter(k // G for k in of_turn),

@@ -3,12 +3,11 @@
 The middle between a frozen verifier and one that RL trains. The verifier gives the chance that a solution is right, as
 the log-odds of the verdict token. It learns the outcomes of the policy's own solutions by cross-entropy, at each place
 where it is asked (Cobbe et al. 2021). Every --refit-every steps it makes one update on each batch since the last time,
-so that any k makes as many. The policy is rewarded as in recipe tango: its outcomes, and with weight alpha the chances,
-of steps by eq. 3.
+so that any k makes as many. The policy is rewarded as in recipe tango: its outcomes, and with weight alpha the chances.
 
 Departures:
 1. Cobbe et al. train the verifier once, on samples of one generator. The rewards, alpha and its decay are RL Tango's
-   (arXiv 2505.15034), with chances in place of verdicts.
+   (arXiv 2505.15034), with chances in place of verdicts, and --credit and --negative-weight of recipe tango's 4.
 """
 import torch
 

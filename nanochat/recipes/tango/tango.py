@@ -13,8 +13,9 @@ Departures:
    own_step). Wrong answers weigh less than right ones (--negative-weight 0.1). Solutions of a problem that are alike
    share one verification (--verify-distinct). The paper's way is --step-rewards verdicts --credit to_go
    --negative-weight 1 --no-verify-distinct.
-5. Both models start from SFT, the verifier's on verdicts on steps, of which a share teaches what is wrong. In the paper
-   the verifier starts from the base model. A learning rate is constant, --lr-schedule exponential is appendix D.2's.
+5. Both models start from SFT, the verifier's on verdicts on steps, of which a share teaches what is wrong. In the
+   paper's runs on math the verifier starts from the base model. A learning rate is constant, --lr-schedule exponential
+   is appendix D.2's.
 
 Verdicts may be stricter, or count for less, as in later systems: see the help of --verifications, --verify-relabelled,
 --flawed-reward, --weigh-by-j and --step-rewards calibrated.
@@ -28,7 +29,7 @@ from nanochat.recipes.tango._judged import (EARN, STEP_REWARDS, less_if_flawed, 
 from nanochat.recipes.tango._observe import observe_judged, observe_verifier
 from nanochat.recipes.tango._phases import add_schedule_args, begin_phase, eval_step  # noqa: F401
 from nanochat.recipes.tango._pool import class_weights, keep, solutions_to_judge
-from nanochat.rl.credit.advantages import COMBINE, PRESETS
+from nanochat.rl.credit.advantages import COMBINE, PRESETS, check_combine
 from nanochat.rl.credit.rewards import CREDIT, terminal_rewards, verdict_reward
 from nanochat.rl.credit.schedules import exponential_decay
 from nanochat.rl.learn.roles import RoleSpec
@@ -217,8 +218,7 @@ def check_alpha(args, task) -> None:
     if args.alpha_start > 0 and args.alpha_end == 0:
         raise BadInput("--alpha-end 0: an exponential decay never gets there; give a small number, or --alpha-start "
                        "0 for no step rewards")
-    if args.combine == "stratified" and PRESETS[args.advantage].scope != "group":
-        raise BadInput(f"--combine stratified: is within groups, and --advantage {args.advantage} is over the batch")
+    check_combine(args)
     if args.flawed_reward < 1 and args.combine in ("stratified", "filtered"):
         raise BadInput(f"--flawed-reward {args.flawed_reward}: --combine {args.combine} tells right solutions from "
                        "wrong ones by their reward")

@@ -2,13 +2,15 @@
 Credit assignment: sparse rewards -> one advantage per token.
 
 Per reward source: centre and scale within the group, spread over tokens; or spread, and centre and scale over all
-tokens of the batch. Then a weighted sum of the sources. Nothing waits for the device. N rollouts, K reward entries per
-rollout, T tokens.
+tokens of the batch. Then a weighted sum of the sources. Nothing but `filtered` waits for the device.
+N rollouts, K reward entries per rollout, T tokens.
 """
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+
+from nanochat.common import BadInput
 
 EPSILON = 1e-6  # added to standard deviations, as the paper's trainer did
 
@@ -169,11 +171,17 @@ def source_advantages(rewards: SparseRewards, group_id: torch.Tensor, mask: torc
     """Advantages (N, T) of one source. group_id (N,) int64 names groups by any numbers, in any order; mask (N, T) bool:
     the rollouts' own tokens. Groups never straddle ranks, so reduce is called for scope "tokens" alone."""
     if preset.scope == "tokens":
-        known = rewards.valid.any(dim=1, keepdim=True)  # (N, 1)
-        return weighted(whiten(SPREAD[rewards.spread](rewards, mask.shape[1]), mask & known, reduce), rewards)
+        moved = SPREAD[rewards.spread](rewards, mask.shape[1]), mask & reached(rewards, mask.shape[1])
+        return weighted(whiten(*moved, reduce), rewards)
     groups = first_of_group(group_id), max(1, len(group_id))
     values = normalised(rewards.values, rewards.valid, *groups, preset, alone)
     return SPREAD[rewards.spread](replace(rewards, values=weighted(values, rewards)), mask.shape[1])
+
+
+def reached(rewards: SparseRewards, num_tokens: int) -> torch.Tensor:
+    """The tokens up to a rollout's last entry, which alone it moves. -> (N, T) bool"""
+    last = rewards.token_index.masked_fill(~rewards.valid, -1).amax(dim=1, keepdim=True)  # (N, 1)
+    return torch.arange(num_tokens, device=last.device) <= last
 
 
 def weighted(advantages: torch.Tensor, rewards: SparseRewards) -> torch.Tensor:
@@ -195,8 +203,8 @@ def merge(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, ma
     sources = [(weight, rewards) for weight, rewards in sources if weight]  # else it would still move the baseline
     if preset.scope == "tokens":
         total = sum(weight * SPREAD[rewards.spread](rewards, mask.shape[1]) for weight, rewards in sources)
-        known = torch.cat([rewards.valid for _, rewards in sources], dim=1).any(dim=1, keepdim=True)
-        return whiten(total, mask & known, reduce)
+        moved = torch.stack([reached(rewards, mask.shape[1]) for _, rewards in sources]).any(dim=0)
+        return whiten(total, mask & moved, reduce)
     values = torch.cat([weight * rewards.values for weight, rewards in sources], dim=1)  # (N, K1 + K2)
     valid = torch.cat([rewards.valid for _, rewards in sources], dim=1)
     values = normalised(values, valid, first_of_group(group_id), max(1, len(group_id)), preset, alone)
@@ -208,25 +216,25 @@ def merge(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, ma
 def stratified(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, mask: torch.Tensor, preset: Preset,
                reduce: Callable = alone) -> torch.Tensor:
     """As `blend` of an outcome and steps, but the steps are compared among the right and among the wrong solutions of a
-    group alone, so that they never say which of a right and a wrong one is better (HERO, arXiv 2510.07242, without its
-    weights of prompts)."""
+    group alone, so that they never say which of a right and a wrong one is better (after HERO, arXiv 2510.07242, which
+    maps them to ranges that do not overlap, and weighs prompts; here blame can outweigh a right answer)."""
     (first, outcome), (second, steps) = sources
     A_out = source_advantages(outcome, group_id, mask, preset, reduce)
-    is_right = (outcome.values > 0.5).any(dim=1)                                                     # (N,)
+    is_right = (outcome.values == 1).any(dim=1)                                                      # (N,)
     return first * A_out + second * source_advantages(steps, 2 * group_id + is_right, mask, preset, reduce)
 
 
 def filtered(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, mask: torch.Tensor, preset: Preset,
              reduce: Callable = alone) -> torch.Tensor:
     """The outcome's advantages, steps only choose who has one: of a group's right solutions the half with the highest
-    mean step reward, of its wrong ones the half with the lowest (PROF, arXiv 2509.03403, which also balances them)."""
+    mean step reward, of its wrong ones the half with the lowest (PROF, arXiv 2509.03403, which also balances them).
+    One without verdicts has the lowest of all: it is no example to follow, and stays one to avoid."""
     (_, outcome), (_, steps) = sources
     sums = steps.values.masked_fill(~steps.valid, 0.0).sum(dim=1)
-    means = (sums / steps.valid.sum(dim=1).clamp(min=1)).tolist()
-    is_right = (outcome.values > 0.5).any(dim=1).tolist()
-    sides: dict[tuple[int, bool], list[int]] = {}
-    for n, side in enumerate(zip(group_id.tolist(), is_right, strict=True)):
-        sides.setdefault(side, []).append(n)
+    means = (sums / steps.valid.sum(dim=1)).nan_to_num(nan=float("-inf")).tolist()
+    is_right, group, sides = (outcome.values == 1).any(dim=1).tolist(), group_id.tolist(), {}
+    for n in outcome.valid.any(dim=1).nonzero().flatten().tolist():
+        sides.setdefault((group[n], is_right[n]), []).append(n)
     kept = [n for (_, right), rows in sides.items()
             for n in sorted(rows, key=means.__getitem__, reverse=right)[: (len(rows) + 1) // 2]]
     chosen = torch.zeros(len(means), 1, dtype=torch.bool)
@@ -236,6 +244,12 @@ def filtered(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor,
 
 
 COMBINE: dict[str, Callable] = {"advantages": blend, "rewards": merge, "stratified": stratified, "filtered": filtered}
+
+
+def check_combine(args) -> None:
+    """Raises BadInput for --combine stratified where advantages are no group's."""
+    if args.combine == "stratified" and PRESETS[args.advantage].scope != "group":
+        raise BadInput(f"--combine stratified: is within groups, and --advantage {args.advantage} is over the batch")
 
 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, reduce: Callable = alone) -> torch.Tensor:

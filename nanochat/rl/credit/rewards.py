@@ -14,7 +14,6 @@ EM_ROUNDS = 10
 # What is believed of verdicts without any data, and as how many observations that counts in every estimate. Luck weighs
 # much: a right answer after a blamed step is either lucky or blamed wrongly, and outcomes alone hardly tell which.
 TRUST_BEFORE = [(0.9, 10), (0.4, 10), (0.1, 300)]
-MIN_TEMPERATURE = 0.1  # PURE's
 FORMAT_PENALTY = 0.25  # taken off the format reward for each unmet criterion
 
 
@@ -38,8 +37,7 @@ def step_rewards(step_ends: list[list[int]], verdicts: list[list[float] | None],
 # Which tokens the rewards of steps move: rewards -> rewards
 
 def to_go(rewards: SparseRewards) -> SparseRewards:
-    """A token gets the sum over the steps that end at or after it. Each of K steps counts 1/K, so that more of them do
-    not earn more (Tango eq. 3, 6)."""
+    """A token gets the sum over the steps that end at or after it, of which each of K counts 1/K (Tango eq. 3, 6)."""
     K = rewards.valid.sum(dim=1, keepdim=True).clamp(min=1)
     return replace(rewards, values=rewards.values / K)
 
@@ -50,10 +48,13 @@ def own_step(rewards: SparseRewards) -> SparseRewards:
 
 
 def worst_step(rewards: SparseRewards) -> SparseRewards:
-    """A solution is worth its worst step: a token gets the sum over the steps that end at or after it, each weighted by
-    softmax(-reward / MIN_TEMPERATURE) over the solution's steps (PURE, arXiv 2504.15275)."""
-    weights = (-rewards.values / MIN_TEMPERATURE).masked_fill(~rewards.valid, float("-inf")).softmax(dim=1)
-    return replace(rewards, values=(weights * rewards.values).masked_fill(~rewards.valid, 0.0))
+    """A solution is worth its worst step, the last of them: its reward alone counts, for all tokens up to its end. That
+    is PURE (arXiv 2504.15275) at temperature 0; there a softmax at .1 weighs the steps."""
+    values = rewards.values.masked_fill(~rewards.valid, float("inf"))
+    places = torch.arange(1, values.shape[1] + 1, device=values.device)
+    last = ((values == values.amin(dim=1, keepdim=True)) * places).argmax(dim=1, keepdim=True)  # (N, 1)
+    return replace(rewards, **{name: getattr(rewards, name).gather(1, last)
+                               for name in ("values", "token_index", "valid")})
 
 
 CREDIT: dict[str, Callable] = {"to_go": to_go, "own_step": own_step, "min": worst_step}

@@ -144,6 +144,12 @@ def check_configs(args, specs: dict[str, RoleSpec], configs: dict) -> None:
         check_shapes(configs[owner], configs[name], num_shared(args, configs[name]))
 
 
+def needed(specs: dict[str, RoleSpec], draws: dict) -> dict[str, RoleSpec]:
+    """The roles that learn or that a draw of the recipe names: others are not loaded."""
+    asked = {draw.role for draw in draws.values()}
+    return {name: spec for name, spec in specs.items() if spec.trained or name in asked}
+
+
 def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], device,
                dtype: torch.dtype) -> dict[str, Role]:
     """The roles of a run from their starting checkpoints; those that are trained get an optimizer, and a reference

@@ -13,7 +13,7 @@ from nanochat.checkpoint import dtype_for, saved_steps, warn_of_dtype
 from nanochat.common import BadInput, dtype_name, gather_lists, init_device, print0, rank_and_world
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.kernels.losses import PolicyLoss
-from nanochat.rl.learn.roles import (check_configs, find_starts, load_configs, load_roles, name_of, short_name,
+from nanochat.rl.learn.roles import (check_configs, find_starts, load_configs, load_roles, name_of, needed, short_name,
                                      trained_roles)
 from nanochat.rl.learn.state import RunState, load_set, tag_of
 from nanochat.rl.play.play import Draw, Play
@@ -59,7 +59,8 @@ def prepare(args, recipe, defaults: dict) -> Play | None:
     prompts = check_problems(args, task, tokenizer, draws, configs, device)
     if args.num_labelled:
         task = FewLabels(task, args.num_labelled, args.labelled_share, args.examples_per_step)
-    setting, held = setting_of(args, world, dtype, device), held_by(args, recipe.ROLES, configs)
+    specs = needed(recipe.ROLES, draws)
+    setting, held = setting_of(args, world, dtype, device), held_by(args, specs, configs)
     lengths = prompt_lengths(tokenizer, task.fmt, prompts)
     plan = plan_of(configs, held, planned(draws, lengths[0]), setting)
     if args.dry_run:
@@ -67,7 +68,7 @@ def prepare(args, recipe, defaults: dict) -> Play | None:
         print0("\n".join([said] * bool(said) + lines))
         return None
     check_plan(plan, device)
-    roles = load_roles(args, recipe.ROLES, starts, device, dtype)
+    roles = load_roles(args, specs, starts, device, dtype)
     for role in roles.values():
         tokenizer.check_model(role.name, role.model)
     state = load_state(args, recipe, step, roles, device)
