@@ -103,7 +103,7 @@ USES = {"paper": "", "posterior": "", "pooled": "--combine rewards", "weighted":
 CREDIT = ["grpo_half", "grpo_weighted", "grpo_tenth",
           *(f"{who}_{use}_{credit}_0.3" for who in ("gold", "fixed") for use in ("paper", "pooled", "weighted")
             for credit in ("to_go", "own_step")),
-          *(f"fixed_{use}_0.3" for use in ("posterior_own_step", "weighted_min", "stratified_own_step",
+          *(f"fixed_{use}_0.3" for use in ("posterior_own_step", "tenth_min", "stratified_own_step",
                                            "filtered_own_step")),
           *(f"tango_{use}_0.3" for use in ("paper_to_go", "pooled_to_go", "weighted_own_step")),
           *(f"{who}_tenth_own_step_0.3" for who in SAYS),
