@@ -115,7 +115,7 @@ GENTLE = "--recipe tango --verifier-lr 2e-5 --warmup-steps 10"
 STRICTER_BY = {"new": "", "strictest": "--verifications 3", "relabelled": "--verify-relabelled",
                "calibrated": "--step-rewards calibrated", "by_j": "--weigh-by-j",
                "flaws": "--flawed-reward 0.5 --alpha-start 0 --alpha-end 0 --negative-weight 1"}
-STRICTER = ["grpo_tenth", *(f"{who}_{how}" for how in STRICTER_BY for who in ("fixed", "gentle"))]
+STRICTER = ["grpo_light", *(f"{who}_{how}" for how in STRICTER_BY for who in ("fixed", "gentle"))]
 LISTS = {"ablations": ABLATIONS, "heads": HEADS, "cooper": COOPER, "learning": LEARNING, "credit": CREDIT,
          "stricter": STRICTER}
 OTHERS = ["prime", "prime_outcome", "dpo", "spin", "critique_grpo", "score", "ttrl", *COOPER[1:], *LEARNING[4:]]
@@ -187,6 +187,7 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "flips": "--recipe simulated_judge --judge-flips 0.25",
     "grpo_half": f"--recipe grpo {HALF}",
     "grpo_weighted": f"--recipe grpo {HALF} --negative-weight 0.3",
+    "grpo_light": "--recipe grpo --negative-weight 0.1",
     "grpo_tenth": f"--recipe grpo {HALF} --negative-weight 0.1",
     **{name: credit_arm(name) for name in map("_".join, product(SAYS, USES, CREDITS, ("0.1", "0.3", "0.7")))},
     **{f"{who}_{how}": f"{recipe} {NEW} {own}" for how, own in STRICTER_BY.items()
@@ -225,8 +226,8 @@ PARTNERS = {  # what an arm is compared with, beside GRPO
     **{f"fixed_{how}": "fixed_new" for how in STRICTER_BY if how != "new"},
     **{f"gentle_{how}": f"fixed_{how}" for how in STRICTER_BY},
 }
-PAYS = ["grpo", "grpo_tenth", "fixed_verifier", *PARTNERS, "gold_steps", "ttrl"]
-ALONE = ["grpo", "grpo_tenth", "ttrl"]  # with neither a verifier nor gold steps
+PAYS = ["grpo", "grpo_light", "fixed_verifier", *PARTNERS, "gold_steps", "ttrl"]
+ALONE = ["grpo", "grpo_light", "ttrl"]  # with neither a verifier nor gold steps
 STAGES = ("fixed_verifier", "tango", "fixed_posterior")  # from the paper to what runs at every setting
 
 
@@ -282,7 +283,7 @@ def without_kl(arm: str) -> str:
 
 def has_verifier(plain: str) -> bool:
     """Whether an arm has a verifier that had SFT."""
-    return not re.fullmatch(rf"(gold_.*|grpo_(both|half|weighted|tenth)|({'|'.join(TUNED)})(_[1-9]e-[1-9])?)", plain)
+    return not re.fullmatch(rf"(gold_.*|grpo_(both|half|weighted|tenth|light)|({'|'.join(TUNED)})(_[1-9]e-[1-9])?)", plain)
 
 
 def arm_flags(e: Setup, arm: str) -> str | None:
