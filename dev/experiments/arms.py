@@ -283,7 +283,7 @@ def without_kl(arm: str) -> str:
 
 def has_verifier(plain: str) -> bool:
     """Whether an arm has a verifier that had SFT."""
-    return not re.fullmatch(rf"(gold_.*|grpo_(both|half|weighted|tenth|light)|({'|'.join(TUNED)})(_[1-9]e-[1-9])?)", plain)
+    return not re.fullmatch(rf"(gold_.*|grpo_[a-z]+|({'|'.join(TUNED)})(_[1-9]e-[1-9])?)", plain)
 
 
 def arm_flags(e: Setup, arm: str) -> str | None:
