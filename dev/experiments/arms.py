@@ -99,14 +99,16 @@ HALF = "--examples-per-step 16 --eval-every 20"
 POSTERIOR = "--step-rewards posterior --verify-distinct"
 SAYS = {"gold": "--recipe gold_steps", "fixed": "--recipe fixed_verifier", "tango": "--recipe tango"}
 USES = {"paper": "", "posterior": "", "pooled": "--combine rewards", "weighted": "--negative-weight 0.3",
-        "tenth": "--negative-weight 0.1", "stratified": "--combine stratified", "filtered": "--combine filtered"}
+        "tenth": "--negative-weight 0.1", "by_j": "--negative-weight 0.1 --weigh-by-j",
+        "stratified": "--combine stratified", "filtered": "--combine filtered"}
 CREDIT = ["grpo_half", "grpo_weighted", "grpo_tenth",
           *(f"{who}_{use}_{credit}_0.3" for who in ("gold", "fixed") for use in ("paper", "pooled", "weighted")
             for credit in ("to_go", "own_step")),
           *(f"fixed_{use}_0.3" for use in ("posterior_own_step", "tenth_min", "stratified_own_step",
                                            "filtered_own_step")),
           *(f"tango_{use}_0.3" for use in ("paper_to_go", "pooled_to_go", "weighted_own_step")),
-          *(f"{who}_tenth_own_step_0.3" for who in SAYS),
+          *(f"{who}_tenth_own_step_0.3" for who in SAYS), "fixed_tenth_own_step_0.7",
+          "tango_by_j_own_step_0.3", "fixed_by_j_own_step_0.3", "fixed_by_j_own_step_0.7",
           *(f"fixed_{use}_0.7" for use in ("paper_to_go", "pooled_to_go", "weighted_own_step"))]
 # Today's defaults, and what makes a verdict stricter or a bad verifier less heard: each with the verifier of SFT and
 # with one that is trained gently.
@@ -130,7 +132,7 @@ PRIME = "--recipe prime --lr 2e-4"
 def credit_arm(name: str) -> str:
     """The flags of an arm such as fixed_pooled_to_go_0.3: who says which steps are right, how that is used with the
     outcome, which tokens it moves, and alpha."""
-    who, use, credit, alpha = re.fullmatch(r"([a-z]+)_([a-z]+)_([a-z_]+)_([0-9.]+)", name).groups()
+    who, use, credit, alpha = re.fullmatch(rf"([a-z]+)_({'|'.join(USES)})_([a-z_]+)_([0-9.]+)", name).groups()
     taken = "" if use == "paper" or who == "gold" else POSTERIOR
     return f"{SAYS[who]} {taken} {USES[use]} --credit {credit} {HALF} --alpha-start {alpha} --alpha-end {alpha}e-1"
 
@@ -189,7 +191,8 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "grpo_weighted": f"--recipe grpo {HALF} --negative-weight 0.3",
     "grpo_light": "--recipe grpo --negative-weight 0.1",
     "grpo_tenth": f"--recipe grpo {HALF} --negative-weight 0.1",
-    **{name: credit_arm(name) for name in map("_".join, product(SAYS, USES, CREDITS, ("0.1", "0.3", "0.7")))},
+    **{name: credit_arm(name) for name in map("_".join, product(SAYS, USES, CREDITS, ("0.1", "0.3", "0.7")))
+       if not name.startswith("gold_by_j")},
     **{f"{who}_{how}": f"{recipe} {NEW} {own}" for how, own in STRICTER_BY.items()
        for who, recipe in (("fixed", SAYS["fixed"]), ("gentle", GENTLE))},
 }
