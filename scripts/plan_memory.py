@@ -66,7 +66,7 @@ def main(args) -> None:
         check_shapes(configs["generator"], configs["verifier"], num_shared(args, configs["verifier"]))
     recipe = tango if "verifier" in configs else grpo
     plan_args = argparse.Namespace(**vars(args), num_steps=1, warmup_steps=0, verifier_steps=1, generator_steps=1,
-                                   verifications=1, verify_relabelled=False, step_rewards="posterior")
+                                   verify_relabelled=False)
     draws = planned(with_times(plan_args, recipe.draws(plan_args)), lambda wrap: args.prompt_tokens)
     held = held_by(args, recipe.ROLES, configs)
     setting = Setting(dtype=DTYPES[args.dtype], micro_batch_tokens=args.micro_batch_tokens, max_rows=args.max_rows)

@@ -32,9 +32,7 @@ def add_args(group):
     group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
     tango.add_written_args(group)
     tango.add_step_args(group)
-    group.add_argument("--judge", default=WRITTEN, choices=list(JUDGES),
-                       help="how the verifier says what is right; of several --verifications generative takes the "
-                       "strictest (MaxProof, arXiv 2606.13473), the others their mean")
+    group.add_argument("--judge", default=WRITTEN, choices=list(JUDGES), help="how the verifier says what is right")
     add_judged_args(group)
     add_together_args(group)
 
@@ -46,6 +44,9 @@ def check(args, task):
     if args.judge != WRITTEN and args.step_rewards != "verdicts":
         raise BadInput(f"--judge {args.judge}: gives chances, and --step-rewards {args.step_rewards} makes them of "
                        f"verdicts; say --step-rewards verdicts")
+    if args.judge == WRITTEN and args.verifications > 1:
+        raise BadInput(f"--verifications {args.verifications}: the judge {WRITTEN} reads one here; see --judge "
+                       f"analysed")
     if args.judge != WRITTEN and args.verify_relabelled:
         raise BadInput(f"--verify-relabelled: is for the judge {WRITTEN}, not {args.judge}")
 

@@ -17,15 +17,13 @@ Departures:
    paper's runs on math the verifier starts from the base model. A learning rate is constant, --lr-schedule exponential
    is appendix D.2's.
 
-Verdicts may be stricter, or count for less, as in later systems: see the help of --verifications, --verify-relabelled,
---flawed-reward, --weigh-by-j and --step-rewards calibrated.
+Verdicts may be stricter, or count for less, as in later systems: see the help of --verify-relabelled and --weigh-by-j.
 """
 import argparse
 
 from nanochat.cli import SHARE, at_least
 from nanochat.common import BadInput
-from nanochat.recipes.tango._judged import (EARN, STEP_REWARDS, less_if_flawed, verdict_draws, verdict_skill,
-                                            written)
+from nanochat.recipes.tango._judged import EARN, STEP_REWARDS, verdict_draws, verdict_skill, written
 from nanochat.recipes.tango._observe import observe_judged, observe_verifier
 from nanochat.recipes.tango._phases import add_schedule_args, begin_phase, eval_step  # noqa: F401
 from nanochat.recipes.tango._pool import class_weights, keep, solutions_to_judge
@@ -76,8 +74,6 @@ def generator_step(t: Play, judge, earn: str = "steps"):
     alpha = exponential_decay(t.args.alpha_start, t.args.alpha_end, t.progress("generator"))
     if t.args.weigh_by_j:
         alpha *= max(0.0, verdict_skill(t, solutions, judged))
-    if t.args.flawed_reward < 1:
-        rewards = less_if_flawed(t, solutions, rewards, judged)
     # What the answer earns, and what the judge's word does: eq. 3 with --step-rewards verdicts --credit to_go.
     sources = {"outcome": terminal_rewards(rewards, solutions.lengths, t.args.negative_weight),
                earn: EARN[earn](t, solutions, judged)}
@@ -119,8 +115,7 @@ def updates(args) -> dict[str, int]:
 
 def draws(args) -> dict[str, Draw]:
     P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
-    verdict = Draw("verifier", P * G, args.verifications, args.verifier_max_new_tokens, wrap=empty_verifier_prompt,
-                   quoted=limit)
+    verdict = Draw("verifier", P * G, 1, args.verifier_max_new_tokens, wrap=empty_verifier_prompt, quoted=limit)
     return {"solutions": Draw("generator", P, G, limit, trained=True), **verdict_draws(args, verdict),
             **verifier_draws(args, updates(args)["verifier"])}
 
@@ -146,9 +141,6 @@ def add_pair_args(group) -> None:
                        "added to that of the next generator step")
     add_alpha_args(group)
     add_verifier_args(group)
-    group.add_argument("--verifications", type=at_least(1), default=1,
-                       help="k: written of each solution, of which the strictest counts: a step, and the whole, is "
-                       "right only if all that can be read say so (MaxProof, arXiv 2606.13473)")
     add_written_args(group)
 
 
@@ -161,10 +153,6 @@ def add_alpha_args(group) -> None:
                        help="how the outcome and the verifier's rewards make one advantage: each normalised by itself "
                        "(advantages, eq. 7), or both together (rewards); stratified: verdicts rank right solutions "
                        "among each other, and wrong ones; filtered: they choose which solutions are learned from")
-    group.add_argument("--flawed-reward", type=SHARE, default=1.0,
-                       help="what a right answer earns whose verification finds a flaw; 0.5 with --alpha-start 0 "
-                       "--alpha-end 0 --negative-weight 1 is FAPO (arXiv 2510.22543), where such an answer is above "
-                       "the group's mean until right ones are the majority")
     group.set_defaults(negative_weight=0.1)
 
 
@@ -183,10 +171,7 @@ def add_step_args(group) -> None:
     add_credit_args(group)
     group.add_argument("--step-rewards", default="posterior", choices=list(STEP_REWARDS),
                        help="posterior: how likely each step is right, given all verdicts on the solution, its "
-                       "outcome, and how far verdicts could be believed before; verdicts is the paper's (eq. 3); "
-                       "calibrated: posterior, with verdicts believed as they deserve on --num-calibration solutions "
-                       "with gold step labels (ZeroCoder, arXiv 2604.07864)")
-    group.add_argument("--num-calibration", type=at_least(1), default=10, help="of --step-rewards calibrated")
+                       "outcome, and how far verdicts could be believed before; verdicts is the paper's (eq. 3)")
 
 
 def add_credit_args(group) -> None:
@@ -219,13 +204,8 @@ def check_alpha(args, task) -> None:
         raise BadInput("--alpha-end 0: an exponential decay never gets there; give a small number, or --alpha-start "
                        "0 for no step rewards")
     check_combine(args)
-    if args.flawed_reward < 1 and args.combine in ("stratified", "filtered"):
-        raise BadInput(f"--flawed-reward {args.flawed_reward}: --combine {args.combine} tells right solutions from "
-                       "wrong ones by their reward")
 
 
 def check_written(args, task) -> None:
     if args.verify_relabelled and not hasattr(task, "relabelled"):
         raise BadInput(f"--verify-relabelled: nothing can be relabelled in task {task.name}")
-    if args.step_rewards == "calibrated" and not getattr(task, "has_step_labels", True):
-        raise BadInput(f"--step-rewards calibrated: task {task.name} has no gold labels of steps")

@@ -127,8 +127,7 @@ class VerdictTrust:
     luck: float = 0.1
     # expected numbers: right and all of those judged right, of those judged wrong; lucky, with errors
     sums: list[float] | None = None
-    counts: list[float] | None = None  # the first four of them, counted by gold labels (`calibrate`)
-    decay: float = 0.9  # the share of `sums` and `counts` that a batch keeps
+    decay: float = 0.9  # the share of `sums` that a batch keeps
 
     def chances(self, verdicts: list[bool], outcome: bool | None) -> list[float]:
         """How likely each step is right, given all verdicts on the solution and its outcome, if that is known."""
@@ -148,19 +147,9 @@ class VerdictTrust:
         for _ in range(EM_ROUNDS):
             new = torch.tensor([self.expected(row, o) for row, o in known], dtype=torch.float64).view(-1, 6).sum(dim=0)
             self.sums = [self.decay * a + b for a, b in zip(before, reduce(new).tolist(), strict=True)]
-            sums = [*(self.counts or self.sums[:4]), *self.sums[4:]]
             self.right_if_right, self.right_if_wrong, self.luck = (
                 (part + weight * first) / (whole + weight) for part, whole, (first, weight)
-                in zip(sums[::2], sums[1::2], TRUST_BEFORE, strict=True))
-
-    def calibrate(self, verdicts: list[list[bool] | None], labels: list[list[bool]], reduce: Callable = alone) -> None:
-        """Takes in verdicts on steps whose gold labels are known, over all ranks. From now on `right_if_right` and
-        `right_if_wrong` are counted on such steps, and `observe` estimates luck alone."""
-        steps = [(v, label) for row, known in zip(verdicts, labels, strict=True) if row and known
-                 for v, label in zip(row, known, strict=True)]
-        new = torch.tensor([[v and label, v, not v and label, not v] for v, label in steps], dtype=torch.float64)
-        new = reduce(new.view(-1, 4).sum(dim=0)).tolist()
-        self.counts = [self.decay * a + b for a, b in zip(self.counts or [0.0] * 4, new, strict=True)]
+                in zip(self.sums[::2], self.sums[1::2], TRUST_BEFORE, strict=True))
 
     def expected(self, verdicts: list[bool], outcome: bool) -> list[float]:
         """What one solution adds to `sums`, given the estimates so far."""

@@ -7,7 +7,7 @@ group. N solutions, T tokens, K steps.
 """
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -53,17 +53,6 @@ def shares(verifications: list[Verification], tokens: int) -> Judgment:
     finals = [v.verdict for v in verifications if v.verdict is not None]
     return Judgment([sum(column) / len(steps) for column in zip(*steps, strict=True)] if steps else None,
                     share_of(finals), tokens, [v.text for v in verifications])
-
-
-def strictest(verifications: list[Verification]) -> Verification:
-    """What several verifications of a solution say as one: a step, and the whole, is right only if all that can be read
-    say so (MaxProof, arXiv 2606.13473: the minimum of its judges). Its text is that of the most readable one."""
-    first = min(verifications, key=lambda v: (v.usable_steps is None, len(v.unmet)))
-    steps = [v.usable_steps for v in verifications if v.usable_steps is not None]
-    finals = [v.verdict for v in verifications if v.verdict is not None]
-    unmet = [name for name in first.unmet if name != "no_final_verdict"] + ["no_final_verdict"] * (not finals)
-    return replace(first, step_verdicts=list(map(all, zip(*steps, strict=True))) if steps else first.step_verdicts,
-                   verdict=all(finals) if finals else None, unmet=tuple(unmet))
 
 
 def read_by_log_odds(t: Play, role: str, solutions: Rollouts) -> tuple[Rollouts, list[list[float]], list[float]]:
