@@ -191,8 +191,7 @@ def test_a_setting_sets_a_constant_alpha_the_kl_and_the_labels_of_all_arms(dial,
     for arm in all_arms(e):
         args = parse(tango_rl, rl_flags(e, arm).split())
         assert (args.num_steps, args.examples_per_step, args.kl_coef) == (120, 16, kl)
-        own = 0 if arm.endswith("_flaws") else alpha
-        assert arm in ALONE or args.alpha_start == args.alpha_end == own
+        assert arm in ALONE or args.alpha_start == args.alpha_end == alpha
         assert args.num_labelled == (0 if arm == "ttrl" else num)
         assert args.labelled_share == (1 if num and args.recipe == "grpo" else 0.5)  # others teach it nothing
 

@@ -110,13 +110,11 @@ CREDIT = ["grpo_half", "grpo_weighted", "grpo_tenth",
           *(f"{who}_tenth_own_step_0.3" for who in SAYS), "fixed_tenth_own_step_0.7",
           "tango_by_j_own_step_0.3", "fixed_by_j_own_step_0.3", "fixed_by_j_own_step_0.7",
           *(f"fixed_{use}_0.7" for use in ("paper_to_go", "pooled_to_go", "weighted_own_step"))]
-# Today's defaults, and what makes a verdict stricter or a bad verifier less heard: each with the verifier of SFT and
-# with one that is trained gently.
+# The defaults, and what makes a verdict stricter or a bad verifier less heard: each with the verifier of SFT and with
+# one that is trained gently.
 NEW = f"{POSTERIOR} --combine advantages --credit own_step --negative-weight 0.1"
 GENTLE = "--recipe tango --verifier-lr 2e-5 --warmup-steps 10"
-STRICTER_BY = {"new": "", "strictest": "--verifications 3", "relabelled": "--verify-relabelled",
-               "calibrated": "--step-rewards calibrated", "by_j": "--weigh-by-j",
-               "flaws": "--flawed-reward 0.5 --alpha-start 0 --alpha-end 0 --negative-weight 1"}
+STRICTER_BY = {"new": "", "relabelled": "--verify-relabelled", "by_j": "--weigh-by-j"}
 STRICTER = ["grpo_light", *(f"{who}_{how}" for how in STRICTER_BY for who in ("fixed", "gentle"))]
 LISTS = {"ablations": ABLATIONS, "heads": HEADS, "cooper": COOPER, "learning": LEARNING, "credit": CREDIT,
          "stricter": STRICTER}
