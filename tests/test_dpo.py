@@ -271,7 +271,7 @@ REFUSED = [
     ("fixed_verifier", "--judge analysed --step-rewards verdicts --verify-relabelled", "--verify-relabelled: is for"),
     *((recipe, "--task last_letter --verify-relabelled", "--verify-relabelled: nothing can be relabelled in task last")
       for recipe in ("tango", "fixed_verifier", "outcome_verifier")),
-    ("tango", "--flawed-reward 0.5 --combine filtered", "--flawed-reward 0.5: --combine filtered tells right"),
+    ("progress_rewards", "--combine stratified --advantage reinforce++", "--combine stratified: is within groups"),
     ("fixed_verifier", "--judge pair --judged-samples 1", "--judged-samples 1: the judge pair is shown 2 solutions"),
     ("fixed_verifier", "--judge graded --num-samples 1", "--num-samples 1: the judge graded is shown 2 solutions"),
     ("fixed_verifier", "--judge scores --num-judged 5", "--num-samples 4: the judge scores is shown 5 solutions"),

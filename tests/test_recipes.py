@@ -26,8 +26,7 @@ from scripts import report, tango_rl
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # what is seen of a recipe beside its defaults
-OPTIONS = {"fixed_verifier": ["--num-labelled", "6", "--verifications", "2", "--verify-relabelled", "--step-rewards",
-                              "calibrated", "--num-calibration", "3", "--weigh-by-j", "--flawed-reward", "0.5"],
+OPTIONS = {"fixed_verifier": ["--num-labelled", "6", "--verify-relabelled", "--weigh-by-j"],
            "cooper": ["--rm-pretrain", "0"],
            "alphaproof": ["--curriculum", "variants", "--targets-of", "test_in"],
            "critic_rm": ["--bt-start", "0.5"], "gram": ["--pretrain-steps", "0", "--num-solutions", "8"],

@@ -60,6 +60,7 @@ def prepare(args, recipe, defaults: dict) -> Play | None:
     if args.num_labelled:
         task = FewLabels(task, args.num_labelled, args.labelled_share, args.examples_per_step)
     specs = needed(recipe.ROLES, draws)
+    configs = {name: configs[name] for name in specs}
     setting, held = setting_of(args, world, dtype, device), held_by(args, specs, configs)
     lengths = prompt_lengths(tokenizer, task.fmt, prompts)
     plan = plan_of(configs, held, planned(draws, lengths[0]), setting)
