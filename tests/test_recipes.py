@@ -19,7 +19,7 @@ from nanochat import recipes
 from nanochat.checkpoint import saved_steps
 from nanochat.cli import script_main
 from nanochat.common import BadInput, Diverged, StopRequested
-from nanochat.rl.learn.roles import trained_roles
+from nanochat.rl.learn.roles import needed, trained_roles
 from nanochat.rl.play.play import Play
 from nanochat.rl.run import prepare, steps
 from scripts import report, tango_rl
@@ -187,9 +187,10 @@ def test_metrics_that_a_page_names_are_logged(logged, page):
 def test_every_recipe_is_planned(at_base, recipe, capsys):
     train(recipe, "--run", "planned", "--dry-run")
     out = capsys.readouterr().out
-    for role in recipes.load(recipe).ROLES:
+    draws = recipes.load(recipe).draws(parse(tango_rl, flags_of(recipe)))
+    for role in needed(recipes.load(recipe).ROLES, draws):
         assert re.search(rf"GB per rank.*\b{role}\b", out)
-    for name, draw in recipes.load(recipe).draws(parse(tango_rl, flags_of(recipe))).items():
+    for name, draw in draws.items():
         assert f"of {name} ({draw.role})" in out
     assert not (at_base / "runs" / "planned").exists()
 
