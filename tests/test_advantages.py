@@ -358,10 +358,11 @@ def test_what_cannot_be_read_or_scored_or_earns_a_part_is_no_right_solution():
                 [[0.5] * 3, [0.0] * 3, [0.0] * 3, [-0.5] * 3])
     assert_rows(combined("filtered", outcomes=[True, False, None, None], said=[[True, True]] * 2 + [[False] * 2] * 2),
                 [[0.5] * 3, [-0.5] * 3, [0.0] * 3, [0.0] * 3])
-    for how in ("stratified", "filtered"):
-        parts = [combined(how, outcomes=[1.0, part, 0.0, 0.0], said=[[True, False], [True, True], [False] * 2, None])
-                 for part in (0.6, 0.0)]
-        assert (parts[0][0] > 0).any() and (parts[1][0] > 0).any() and (parts[0][0, 0] >= parts[0][1, 0])
+    of = dict(outcomes=[1.0, 0.6, 0.0, 0.0], said=[[True, False], [True, True], [False] * 2, None])
+    # less their mean .4 the outcomes are .6, .2, -.4, -.4; the steps are +-1, of mean 0 on either side
+    assert_rows(combined("stratified", **of), [[1.6, -0.4, -0.4], [1.2] * 3, [-1.4] * 3, [-0.4] * 3])
+    # the right one, and of the wrong ones what has no verdicts and the one with the most blame: of mean 1/3
+    assert_rows(combined("filtered", **of), [[2 / 3] * 3, [0.0] * 3, [-1 / 3] * 3, [-1 / 3] * 3])
 
 
 @pytest.mark.parametrize("preset", PRESETS)

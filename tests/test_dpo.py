@@ -267,6 +267,7 @@ REFUSED = [
     ("dapo", "--overlong-buffer 29", "--overlong-buffer 29: must be at most --max-new-tokens 28"),
     ("debate_judge", "--verifications 1", "--verifications 1: must be at least 2, for a group"),
     ("fixed_verifier", "--combine stratified --advantage reinforce++", "--combine stratified: is within groups, and"),
+    ("fixed_verifier", "--verifications 2", "--verifications 2: the judge generative reads one here"),
     ("fixed_verifier", "--judge steps", "--judge steps: gives chances, and --step-rewards posterior"),
     ("fixed_verifier", "--judge analysed --step-rewards verdicts --verify-relabelled", "--verify-relabelled: is for"),
     *((recipe, "--task last_letter --verify-relabelled", "--verify-relabelled: nothing can be relabelled in task last")

@@ -187,7 +187,7 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "flips": "--recipe simulated_judge --judge-flips 0.25",
     "grpo_half": f"--recipe grpo {HALF}",
     "grpo_weighted": f"--recipe grpo {HALF} --negative-weight 0.3",
-    "grpo_light": "--recipe grpo --negative-weight 0.1",
+    "grpo_light": "--recipe grpo --negative-weight 0.1",  # of the dials, whose task has half of the problems anyway
     "grpo_tenth": f"--recipe grpo {HALF} --negative-weight 0.1",
     **{name: credit_arm(name) for name in map("_".join, product(SAYS, USES, CREDITS, ("0.1", "0.3", "0.7")))
        if not name.startswith("gold_by_j")},

@@ -21,7 +21,7 @@ from nanochat.rl.play.play import solution_draws
 from nanochat.rl.verify.judge_evals import add_judged_args, scores_as_judge
 from nanochat.rl.verify.judges import JUDGES, OF_THE_WHOLE, add_together_args, check_together_args, judge_draws
 
-STATUS = ("works: 27.2 ± 8.3 above GRPO with the same weight of wrong answers at equal steps, for 1.7 times the tokens")
+STATUS = "works: 27.2 ± 8.3 above GRPO with the same weight of wrong answers at equal steps, for 1.7 times the tokens"
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["alpha", "wrong_passed"]}
 WRITTEN = "generative"  # the judge whose verdicts are read, as in the paper
