@@ -16,11 +16,9 @@ set -euo pipefail
 SEED=${SEED:-0} ARM=${ARM:-tango} TASK=${TASK:-gsm_symbolic} DATA=${DATA:-} SOURCE=${SOURCE:-}
 STEPS=${STEPS:-12} BATCH=${BATCH:-32} SFT_STEPS=${SFT_STEPS:-120} EVALS=${EVALS:-128} LR=${LR:-1.5e-5}
 DEVICE=${DEVICE:---device-type cpu}
-# What the reported runs had, before these defaults changed; alpha is the paper's, for this verifier is a weak one.
-JUDGING="--credit to_go --negative-weight 1 --alpha-start 0.1 --alpha-end 0.001"
 case $ARM in
-    tango) FLAGS="$JUDGING --warmup-steps 2 --verifier-balance --verifier-replay 0.5" ;;
-    fixed_verifier) FLAGS="$JUDGING --recipe fixed_verifier" ;;
+    tango) FLAGS="--warmup-steps 2 --verifier-balance --verifier-replay 0.5" ;;
+    fixed_verifier) FLAGS="--recipe fixed_verifier" ;;
     grpo) FLAGS="--recipe grpo" ;;
     *) echo "ARM=$ARM: there are tango fixed_verifier grpo" >&2; exit 2 ;;
 esac
