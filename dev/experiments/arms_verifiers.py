@@ -33,6 +33,9 @@ OF_SEVERAL = {"preferred": "", "pair": LONG, "solve_pair": LONG, "scores": LONG}
 REWARD = "--kl-coef 0 --alpha-start 0.3 --alpha-end 0.03 --combine rewards --credit to_go --negative-weight 1"
 OWN = {  # flags of the arms that are no generator with a fixed verifier
     "grpo": "--recipe grpo --kl-coef 0",
+    "grpo_tenth": "--recipe grpo --kl-coef 0 --negative-weight 0.1",
+    "prm_pav_own_step": "--recipe fixed_verifier --judge steps --step-rewards verdicts --kl-coef 0 --judged-samples 8 "
+                        "--verifier-tag {train_prm_pav}-ver --verifier-source rl --negative-weight 0.1",
     "oracle": f"--recipe gold_steps {REWARD}",
     "think_rm_policy": "--recipe think_rm_policy --kl-coef 0 --verifier-tag {train_think_rm}-ver "
                        f"--verifier-source rl {LONG}",
@@ -53,6 +56,7 @@ class Verifier(NamedTuple):
 
 VERIFIERS = {
     "grpo": Verifier("none: GRPO"),
+    "grpo_tenth": Verifier("none: GRPO, wrong answers weigh .1"),
     "oracle": Verifier("gold step labels"),
     "sft": Verifier("generative, SFT", "analysed"),
     "tango": Verifier("generative, RL on outcomes (Tango)", "analysed",
@@ -73,6 +77,7 @@ VERIFIERS = {
                            f"--recipe prm --until-first-error {SUPERVISED}", "omega_strong"),
     "prm_pav": Verifier("after steps, progress under a prover (PAV)", "steps", "gen",
                         f"--recipe prm --prm-labels progress {SUPERVISED}", "pav"),
+    "prm_pav_own_step": Verifier("the same; its rewards at their own steps, wrong answers weigh .1"),
     "genprm_rpe": Verifier("generative, own analyses that agree with relative progress (GenPRM)", "analysed",
                            recipe=f"--recipe genprm {RL_JUDGE} --examples-per-step 32", labels="rpe"),
     "critic_rm": Verifier("own critiques, then a score of pairs (Critic-RM)", "analysed",
