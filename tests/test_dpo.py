@@ -266,13 +266,16 @@ REFUSED = [
     ("coverrl", "--num-votes 3", "--num-votes 3: must be at least --num-samples 4"),
     ("dapo", "--overlong-buffer 29", "--overlong-buffer 29: must be at most --max-new-tokens 28"),
     ("debate_judge", "--verifications 1", "--verifications 1: must be at least 2, for a group"),
-    ("fixed_verifier", "--combine stratified --advantage reinforce++", "--combine stratified: is within groups, and"),
+    *((recipe, f"--combine stratified --advantage {advantage}", "--combine stratified: compares within groups, and")
+      for recipe in ("fixed_verifier", "progress_rewards") for advantage in ("reinforce", "reinforce++")),
+    ("fixed_verifier", "--combine filtered --credit min", "--credit min: with --combine filtered steps earn nothing"),
+    ("gold_steps", "--combine filtered --credit to_go", "--credit to_go: with --combine filtered steps earn nothing"),
+    ("tango", "--combine filtered --weigh-by-j", "--weigh-by-j: is a factor on alpha"),
     ("fixed_verifier", "--verifications 2", "--verifications 2: the judge generative reads one here"),
     ("fixed_verifier", "--judge steps", "--judge steps: gives chances, and --step-rewards posterior"),
     ("fixed_verifier", "--judge analysed --step-rewards verdicts --verify-relabelled", "--verify-relabelled: is for"),
     *((recipe, "--task last_letter --verify-relabelled", "--verify-relabelled: nothing can be relabelled in task last")
       for recipe in ("tango", "fixed_verifier", "outcome_verifier")),
-    ("progress_rewards", "--combine stratified --advantage reinforce++", "--combine stratified: is within groups"),
     ("fixed_verifier", "--judge pair --judged-samples 1", "--judged-samples 1: the judge pair is shown 2 solutions"),
     ("fixed_verifier", "--judge graded --num-samples 1", "--num-samples 1: the judge graded is shown 2 solutions"),
     ("fixed_verifier", "--judge scores --num-judged 5", "--num-samples 4: the judge scores is shown 5 solutions"),

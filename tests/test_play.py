@@ -421,3 +421,6 @@ def test_a_step_without_an_update_shows_what_the_recipe_shows(capsys):
         assert capsys.readouterr().out.startswith(f"step    3 {line}")
     print_step(record | {"gen/lenient": True}, ["generator"], {}, 60)
     assert "WARNING: lenient verifier" in capsys.readouterr().out
+    for share, warns in ((None, False), (0.5, False), (0.51, True)):
+        print_step(record | {"gen/stepless": share}, ["generator"], {}, 60)
+        assert ("WARNING: answers without steps" in capsys.readouterr().out) == warns

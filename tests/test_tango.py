@@ -179,24 +179,23 @@ def test_neither_a_wrong_answer_nor_what_cannot_be_judged_is_paid_for_itself(bas
 
 
 @pytest.mark.parametrize("has_answer", [True, False])
-def test_a_solution_without_an_answer_says_nothing_of_its_steps(monkeypatch, has_answer):
-    """One that is cut off may lack steps and have no wrong ones: its steps are believed as far as verdicts are."""
+def test_a_solution_without_an_answer_earns_as_a_wrong_one_and_says_nothing_of_verdicts(monkeypatch, has_answer):
+    """One that is cut off may lack steps and have no wrong ones, so verdicts are not believed less by it."""
     monkeypatch.setattr(_judged, "answers_of", lambda task, texts: ["1" if has_answer else None] * len(texts))
     told: dict = {}
     t = SimpleNamespace(task=None, memory={}, device=torch.device("cpu"), reduce=lambda x: x,
                         log=lambda role, values: told.update(values))
-    solutions = SimpleNamespace(texts=["a", "b", "c"], columns={"outcome": [True, False, True]})
-    verdicts = [[True, False], [True, True], None]
-    chances = _judged.posterior(t, solutions, verdicts)
-    believed = [row and [told[f"trust/right_if_{'right' if v else 'wrong'}"] for v in row] for row in verdicts]
-    assert (chances == believed) == (not has_answer) and chances[2] is None
-    assert solutions.columns["step_chances"] == chances and t.memory["trust"]["luck"] == told["trust/luck"]
-    if has_answer:  # a batch after the other moves one estimate, which is saved with the run
-        _judged.posterior(t, solutions, verdicts[::-1])
-        trust = VerdictTrust()
-        for batch in (verdicts, verdicts[::-1]):
-            trust.observe(batch, solutions.columns["outcome"])
-        assert t.memory["trust"] == asdict(trust)
+    solutions = SimpleNamespace(texts=["a", "b", "c", "d"], columns={"outcome": [has_answer, False, False, None]})
+    batches = [[True, False], [True, True], None, [True, False]], [[True, True], [False, True], [True], None]
+    trust = VerdictTrust()
+    for verdicts in batches:  # a batch after the other moves one estimate, which is saved with the run
+        chances = _judged.posterior(t, solutions, verdicts)
+        if has_answer:
+            trust.observe(verdicts, solutions.columns["outcome"])
+            assert t.memory["trust"] == asdict(trust)
+        assert chances == [row and trust.chances(row, o)
+                           for row, o in zip(verdicts, solutions.columns["outcome"], strict=True)]
+        assert solutions.columns["step_chances"] == chances and trust.luck == told["trust/luck"]
 
 
 def test_solutions_that_are_alike_are_verified_once(base, monkeypatch):

@@ -43,7 +43,8 @@ def add_args(group) -> None:
                        help="weight of the steps' rewards beside the outcome's 1")
     group.add_argument("--most-steps", type=at_least(1), default=12, help="a longer solution has no step rewards")
     group.add_argument("--credit", default="own_step", choices=list(CREDIT), help="which tokens a step's reward moves")
-    group.add_argument("--combine", default="advantages", choices=list(COMBINE))
+    group.add_argument("--combine", default="advantages", choices=list(COMBINE),
+                       help="how outcome and steps make one advantage, as in recipe tango")
 
 
 def check(args, task) -> None:

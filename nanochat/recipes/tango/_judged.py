@@ -92,12 +92,12 @@ def gold(t: Play, solutions: Rollouts) -> Judged:
 def posterior(t: Play, solutions: Rollouts, verdicts: list[list[bool] | None]) -> list[list[float] | None]:
     """The chance given all verdicts on the solution and its outcome, and how far verdicts could be believed before. In
     a wrong solution of which nothing is blamed every step is doubted. Blame in a right one counts for less. A solution
-    without an answer may lack steps and have no wrong one, so its outcome says nothing."""
-    answers = answers_of(t.task, solutions.texts)
-    outcomes = [None if answer is None else outcome
-                for outcome, answer in zip(solutions.columns["outcome"], answers, strict=True)]
+    without an answer may lack steps and have no wrong one, so nothing is learned from it of verdicts; its own steps
+    earn what those of a wrong answer do, or leaving the answer out would pay."""
+    outcomes, answers = solutions.columns["outcome"], answers_of(t.task, solutions.texts)
+    told = [None if answer is None else outcome for outcome, answer in zip(outcomes, answers, strict=True)]
     trust = VerdictTrust(**t.memory.get("trust", {}))
-    trust.observe(verdicts, outcomes, summed_by(t))
+    trust.observe(verdicts, told, summed_by(t))
     t.memory["trust"] = asdict(trust)
     t.log("generator", {f"trust/{name}": getattr(trust, name) for name in ("right_if_right", "right_if_wrong", "luck")})
     chances = [row and trust.chances(row, outcome) for row, outcome in zip(verdicts, outcomes, strict=True)]

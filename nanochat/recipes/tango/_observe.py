@@ -15,8 +15,9 @@ LENIENT = 0.3  # a run warns while more than this share of the generator's wrong
 
 
 def observe_judged(t: Play, solutions: Rollouts, judged: Judged, alpha: float) -> None:
-    """Logs alpha, the chances that are rewarded, and how right the judge is."""
+    """Logs alpha, the chances that are rewarded, how many solutions have no step, and how right the judge is."""
     t.log("generator", {"alpha": alpha} | t.mean({
+        "stepless": [not s.step_ends for s in t.read_solutions(solutions)],
         "step_abstained": [row is None for row in judged.steps],
         "rewards/step/mean": [x for row in judged.chances if row for x in row]}))
     outcomes, scores = solutions.columns["outcome"], {}

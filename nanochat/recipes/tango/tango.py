@@ -152,7 +152,8 @@ def add_alpha_args(group) -> None:
     group.add_argument("--combine", default="advantages", choices=list(COMBINE),
                        help="how the outcome and the verifier's rewards make one advantage: each normalised by itself "
                        "(advantages, eq. 7), or both together (rewards); stratified: verdicts rank right solutions "
-                       "among each other, and wrong ones; filtered: they choose which solutions are learned from")
+                       "among each other, and wrong ones; filtered: they choose which solutions are learned from, "
+                       "whatever alpha is")
     group.set_defaults(negative_weight=0.1)
 
 

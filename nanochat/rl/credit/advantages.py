@@ -247,9 +247,14 @@ COMBINE: dict[str, Callable] = {"advantages": blend, "rewards": merge, "stratifi
 
 
 def check_combine(args) -> None:
-    """Raises BadInput for --combine stratified where advantages are no group's."""
-    if args.combine == "stratified" and PRESETS[args.advantage].scope != "group":
-        raise BadInput(f"--combine stratified: is within groups, and --advantage {args.advantage} is over the batch")
+    """Raises BadInput for --combine stratified where advantages are not less a group's mean, and for filtered with what
+    it has no use for."""
+    if args.combine == "stratified" and PRESETS[args.advantage].center != "group":
+        raise BadInput(f"--combine stratified: compares within groups, and --advantage {args.advantage} does not")
+    if args.combine == "filtered" and (credit := getattr(args, "credit", "own_step")) != "own_step":
+        raise BadInput(f"--credit {credit}: with --combine filtered steps earn nothing; leave it at own_step")
+    if args.combine == "filtered" and getattr(args, "weigh_by_j", False):
+        raise BadInput("--weigh-by-j: is a factor on alpha, of which --combine filtered makes no use")
 
 
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, reduce: Callable = alone) -> torch.Tensor:

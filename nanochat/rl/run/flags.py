@@ -83,7 +83,7 @@ def add_loss_args(group) -> None:
     group.add_argument("--advantage", default="grpo", choices=list(PRESETS))
     group.add_argument("--negative-weight", type=SHARE, default=1.0,
                        help="factor on the negative advantages of outcomes, where --advantage makes them: below 1 what "
-                            "is right weighs more than what is wrong")
+                            "is right weighs more than what is wrong; small weights need a start that works in steps")
     group.add_argument("--loss", default="ppo_clip", choices=list(POLICY_LOSSES))
     group.add_argument("--clip-low", type=at_least(0, float, 1e6), default=0.2)
     group.add_argument("--clip-high", type=at_least(0, float, 1e6), default=0.2)

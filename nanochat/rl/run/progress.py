@@ -67,6 +67,7 @@ def step_of_role(record: dict, role: str, shown: list[str]) -> str:
     text += f" | entropy {number(get('entropy'))} | grad {number(get('grad_norm'), 2)}"
     text += shown_of(record, role, shown)
     text += " | WARNING: lenient verifier" if get("lenient") else ""
+    text += " | WARNING: answers without steps" if (get("stepless") or 0) > 0.5 else ""
     text += " | WARNING: constant verifier" if get("pred_pos_rate") in (0.0, 1.0) else ""
     text += " | WARNING: sampler and trainer differ" if get("rollout_apart") else ""
     return text + (" | SKIPPED: not finite" if get("skipped") else "")
