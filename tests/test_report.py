@@ -177,6 +177,14 @@ def test_an_older_run_says_the_same_and_one_without_a_verifier_stands_at_its_ste
     assert list(run.points[0])[:2] == list(old.points[0])[:2] == ["gen_step", "ver_step"]
 
 
+def test_a_role_that_was_not_loaded_is_none_of_the_runs(tmp_path):
+    folder = make_other_run(tmp_path, "lookup-mars-s0", ("generator",), {"gen/pass1_in": 0.1}, {"gen/pass1_in": 0.3})
+    before = read_run(folder)
+    config = before.config | {"starts": before.config["starts"] | {"reader": {"tag": "d4"}}}
+    (tmp_path / "runs" / "lookup-mars-s0" / "config.json").write_text(json.dumps(config))
+    assert read_run(folder).roles == before.roles == ["generator"] and read_run(folder).points == before.points
+
+
 @pytest.fixture
 def other(tmp_path):
     """A run of a generator and a role that the report does not know, updated together, by a recipe from outside."""

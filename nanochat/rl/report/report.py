@@ -114,7 +114,6 @@ def read_run(folder: str, so_far: dict | None = None, watched: list[str] | tuple
     with as_written(of_config):
         task, seed, shown = config["args"]["task"], number(config["args"], "seed"), config.get("shown") or ()
         starts = config.get("starts") or {"generator": {}, "verifier": {}}  # older runs do not name them
-        roles = list(starts)
         for start in starts.values():
             for field in start.keys() & {"step", "fingerprint"}:
                 number(start, field)
@@ -122,6 +121,9 @@ def read_run(folder: str, so_far: dict | None = None, watched: list[str] | tuple
         if not (all(re.fullmatch(r"[\w.-]+", name) for name in of_files)
                 and all(isinstance(name, str) for name in shown)):
             raise ValueError
+    found = set(summary).union(*records)  # a role that these flags have no use for was not loaded, and counts nothing
+    roles = [role for role in starts
+             if {f"{short_name(role)}_step", f"{short_name(role)}_steps"} & found] or list(starts)
     counts = {f"{short_name(role)}_step": f"{short_name(role)}_steps" for role in roles}
     counts["sampled_tokens"] = "sampled_tokens"
     for line, record in enumerate(records, 1):
