@@ -36,8 +36,8 @@ from nanochat.rl.measure.observe import observe
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import empty_verifier_prompt
 
-STATUS = ("works: 24.5 ± 9.8 above GRPO with the same weight of wrong answers at equal steps, for three times the "
-          "tokens; that training the verifier pays is not shown (-2.7 ± 7.7)")
+STATUS = ("works: against GRPO, 24.5 ± 9.8 above it with the same weight of wrong answers at equal steps, for three "
+          "times the tokens; the paper's other claim, that training the verifier pays, is not shown (-2.7 ± 7.7)")
 ROLES = {"generator": RoleSpec("--model-tag"),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr", shares="generator")}
 SHOWN = {"generator": ["alpha", "wrong_passed"], "verifier": ["balanced_acc", "step_f1"]}
