@@ -314,3 +314,11 @@ def test_settings_that_do_not_go_together_are_refused_in_one_line(recipe, flags,
     args = parsed(recipe, *flags.split())
     with pytest.raises(BadInput, match=f"^{words}[^\n]*$"):
         recipes.load(recipe).check(args, make_task(args))
+
+
+@pytest.mark.parametrize("flags", ["--combine filtered", *(f"--combine stratified --advantage {name}"
+                                                           for name in ("grpo", "rloo", "dr_grpo"))])
+@pytest.mark.parametrize("recipe", ["tango", "gold_steps", "outcome_verifier", "progress_rewards"])
+def test_ways_to_combine_that_go_together_are_let_pass(recipe, flags):
+    args = parsed(recipe, *flags.split())
+    recipes.load(recipe).check(args, make_task(args))
