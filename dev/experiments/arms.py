@@ -109,7 +109,8 @@ CREDIT = ["grpo_half", "grpo_weighted", "grpo_tenth",
           *(f"tango_{use}_0.3" for use in ("paper_to_go", "pooled_to_go", "weighted_own_step")),
           *(f"{who}_tenth_own_step_0.3" for who in SAYS), "fixed_tenth_own_step_0.7",
           "tango_by_j_own_step_0.3", "fixed_by_j_own_step_0.3", "fixed_by_j_own_step_0.7",
-          *(f"fixed_{use}_0.7" for use in ("paper_to_go", "pooled_to_go", "weighted_own_step"))]
+          *(f"fixed_{use}_0.7" for use in ("paper_to_go", "pooled_to_go", "weighted_own_step")),
+          *(f"gold_{use}_0.7" for use in ("paper_to_go", "pooled_to_go", "tenth_own_step"))]
 # The defaults, and what makes a verdict stricter or a bad verifier less heard: each with the verifier of SFT and with
 # one that is trained gently.
 NEW = f"{POSTERIOR} --combine advantages --credit own_step --negative-weight 0.1"
