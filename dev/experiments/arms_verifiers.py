@@ -31,7 +31,7 @@ RL_PAIRS = "--num-steps 80 --examples-per-step 32 --num-solutions 8 --eval-examp
 LONG = "--verifier-max-new-tokens 192"
 OF_SEVERAL = {"preferred": "", "pair": LONG, "solve_pair": LONG, "scores": LONG}  # judges of several solutions
 REWARD = "--kl-coef 0 --alpha-start 0.3 --alpha-end 0.03 --combine rewards --credit to_go --negative-weight 1"
-OWN = {  # flags of the arms that are no generator with a fixed verifier
+OWN = {  # flags of the arms that are not a generator which a fixed verifier rewards by REWARD
     "grpo": "--recipe grpo --kl-coef 0",
     "grpo_tenth": "--recipe grpo --kl-coef 0 --negative-weight 0.1",
     "prm_pav_own_step": "--recipe fixed_verifier --judge steps --step-rewards verdicts --kl-coef 0 --judged-samples 8 "
@@ -77,7 +77,7 @@ VERIFIERS = {
                            f"--recipe prm --until-first-error {SUPERVISED}", "omega_strong"),
     "prm_pav": Verifier("after steps, progress under a prover (PAV)", "steps", "gen",
                         f"--recipe prm --prm-labels progress {SUPERVISED}", "pav"),
-    "prm_pav_own_step": Verifier("the same; its rewards at their own steps, wrong answers weigh .1"),
+    "prm_pav_own_step": Verifier("prm_pav, its rewards at their own steps, wrong answers weigh .1"),
     "genprm_rpe": Verifier("generative, own analyses that agree with relative progress (GenPRM)", "analysed",
                            recipe=f"--recipe genprm {RL_JUDGE} --examples-per-step 32", labels="rpe"),
     "critic_rm": Verifier("own critiques, then a score of pairs (Critic-RM)", "analysed",
