@@ -120,7 +120,8 @@ STRICTER = ["grpo_light", *(f"{who}_{how}" for how in STRICTER_BY for who in ("f
 LISTS = {"ablations": ABLATIONS, "heads": HEADS, "cooper": COOPER, "learning": LEARNING, "credit": CREDIT,
          "stricter": STRICTER}
 OTHERS = ["prime", "prime_outcome", "dpo", "spin", "critique_grpo", "score", "ttrl", *COOPER[1:], *LEARNING[4:]]
-TUNED = ["grpo", *OTHERS]                # they also come with another rate (grpo_2e-4), and use no verifier of SFT
+# they also come with another rate (grpo_2e-4), and use no verifier of SFT
+TUNED = ["grpo", "grpo_half", "grpo_tenth", *OTHERS]
 GOLD = ["gold_steps", "gold_merged"]     # gold labels in place of a verifier
 TWO_TURNS = ["critique_grpo", "score"]   # need --start refine
 MERGED = f"--recipe tango {POSTERIOR} --combine rewards"

@@ -31,11 +31,11 @@ RL_PAIRS = "--num-steps 80 --examples-per-step 32 --num-solutions 8 --eval-examp
 LONG = "--verifier-max-new-tokens 192"
 OF_SEVERAL = {"preferred": "", "pair": LONG, "solve_pair": LONG, "scores": LONG}  # judges of several solutions
 REWARD = "--kl-coef 0 --alpha-start 0.3 --alpha-end 0.03 --combine rewards --credit to_go --negative-weight 1"
+NOW = "_own_step"  # arms whose rewards move their own steps' tokens, with wrong answers that weigh .1, as the defaults
+REWARD_NOW = REWARD.partition("--combine")[0] + "--combine advantages --credit own_step --negative-weight 0.1"
 OWN = {  # flags of the arms that are not a generator which a fixed verifier rewards by REWARD
     "grpo": "--recipe grpo --kl-coef 0",
     "grpo_tenth": "--recipe grpo --kl-coef 0 --negative-weight 0.1",
-    "prm_pav_own_step": "--recipe fixed_verifier --judge steps --step-rewards verdicts --kl-coef 0 --judged-samples 8 "
-                        "--verifier-tag {train_prm_pav}-ver --verifier-source rl --negative-weight 0.1",
     "oracle": f"--recipe gold_steps {REWARD}",
     "think_rm_policy": "--recipe think_rm_policy --kl-coef 0 --verifier-tag {train_think_rm}-ver "
                        f"--verifier-source rl {LONG}",
@@ -77,7 +77,6 @@ VERIFIERS = {
                            f"--recipe prm --until-first-error {SUPERVISED}", "omega_strong"),
     "prm_pav": Verifier("after steps, progress under a prover (PAV)", "steps", "gen",
                         f"--recipe prm --prm-labels progress {SUPERVISED}", "pav"),
-    "prm_pav_own_step": Verifier("prm_pav, its rewards at their own steps, wrong answers weigh .1"),
     "genprm_rpe": Verifier("generative, own analyses that agree with relative progress (GenPRM)", "analysed",
                            recipe=f"--recipe genprm {RL_JUDGE} --examples-per-step 32", labels="rpe"),
     "critic_rm": Verifier("own critiques, then a score of pairs (Critic-RM)", "analysed",
@@ -88,6 +87,8 @@ VERIFIERS = {
     "spct": Verifier("scores of two, RL (SPCT)", "scores", "scores", f"--recipe spct {RL_PAIRS} --kl-coef 0.08"),
     "think_rm_policy": Verifier("no rewards: choices of think_rm between all pairs (Think-RM's policy)", "pair"),
     "supervisor": Verifier("gains of the answer's log-probability, no reward (Ton et al.)"),
+    **{f"{name}{NOW}": Verifier(f"{name}, its rewards at their own steps, wrong answers weigh .1")
+       for name in ("sft", "genprm", "prm_gold", "prm_pav")},
 }
 
 
@@ -108,11 +109,12 @@ def training_flags(v: Verifier) -> str:
 
 def reward_flags(name: str) -> str:
     """Flags of the run in which a verifier rewards a generator, or of an arm of OWN."""
+    as_reward, name = REWARD_NOW if name.endswith(NOW) else REWARD, name.removesuffix(NOW)
     v, common = VERIFIERS[name], f"--model-tag {{gen}} {COMMON} {TASKS[TASK].rl} --num-steps {STEPS} --eval-every 20"
     if name in OWN:
         return f"{common} {OWN[name]}"
     trained = f"{{train_{name}}}-ver --verifier-source rl {OF_SEVERAL.get(v.judge, '')}"
-    return (f"{common} --recipe fixed_verifier --judge {v.judge} --step-rewards verdicts {REWARD} "
+    return (f"{common} --recipe fixed_verifier --judge {v.judge} --step-rewards verdicts {as_reward} "
             f"--verifier-tag {trained if v.recipe else f'{{{v.start}}}'} --judged-samples 8")
 
 

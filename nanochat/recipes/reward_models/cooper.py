@@ -34,7 +34,7 @@ from nanochat.rl.verify.log_odds import (bce_coefficients, end_mask, end_read, e
                                          log_margins, log_odds, pair_coefficients, verdict_parts)
 from tasks.common import Problem, demo_of
 
-STATUS = ("runs: its frozen arm is gamed on three seeds; Cooper is gamed less, and is not shown ahead of the rule "
+STATUS = ("runs: its frozen arm is gamed on three seeds; Cooper is not shown ahead of it (+24.5 ± 68.3) or of the rule "
           "(-8.7 ± 19.3)")
 ROLES = {"generator": RoleSpec("--model-tag"), "rm": RoleSpec("--rm-tag", lr="--rm-lr")}
 SHOWN = {"generator": ["rewards/outcome/mean", "reasoning_steps"], "rm": ["pair_loss", "pair_accuracy"]}

@@ -23,7 +23,7 @@ from nanochat.recipes.search.search_r1 import (ROLES, TABLE, add_search_args, an
                                                draws, evaluate, learn, log_queries, read_queries, search_of)
 from nanochat.rl.play.play import Play
 
-STATUS = "works: 24.8 ± 7.1 above GRPO from memory, as search_r1 without its first stage"
+STATUS = "runs: 24.8 ± 7.1 above GRPO from memory; that its first stage helps is not shown, search_r1 has none"
 SHOWN = {"generator": ["stage", "queries"]}
 BAD_FORM = 2.0  # what stage 2 takes off for it
 

@@ -13,9 +13,9 @@ Departures:
    own_step). Wrong answers weigh less than right ones (--negative-weight 0.1). Solutions of a problem that are alike
    share one verification (--verify-distinct). The paper's way is --step-rewards verdicts --credit to_go
    --negative-weight 1 --no-verify-distinct.
-5. Both models start from SFT, the verifier's on verdicts on steps, of which a share teaches what is wrong. In the
-   paper's runs on math the verifier starts from the base model. A learning rate is constant, --lr-schedule exponential
-   is appendix D.2's.
+5. Both models start from SFT, the verifier's on verdicts on steps, of which a share teaches what is wrong (in the
+   main job 700 steps, with 65% of its facts right). In the paper's runs on math the verifier starts from the base
+   model. A learning rate is constant, --lr-schedule exponential is appendix D.2's.
 
 Verdicts may be stricter, or count for less, as in later systems: see the help of --verify-relabelled and --weigh-by-j.
 """
