@@ -101,16 +101,18 @@ SAYS = {"gold": "--recipe gold_steps", "fixed": "--recipe fixed_verifier", "tang
 USES = {"paper": "", "posterior": "", "pooled": "--combine rewards", "weighted": "--negative-weight 0.3",
         "tenth": "--negative-weight 0.1", "by_j": "--negative-weight 0.1 --weigh-by-j",
         "stratified": "--combine stratified", "filtered": "--combine filtered"}
-CREDIT = ["grpo_half", "grpo_weighted", "grpo_tenth",
+CREDIT = ["grpo_half", "grpo_half_4e-4", "grpo_weighted", "grpo_tenth", "grpo_tenth_4e-4",
           *(f"{who}_{use}_{credit}_0.3" for who in ("gold", "fixed") for use in ("paper", "pooled", "weighted")
             for credit in ("to_go", "own_step")),
           *(f"fixed_{use}_0.3" for use in ("posterior_own_step", "tenth_min", "stratified_own_step",
                                            "filtered_own_step")),
-          *(f"tango_{use}_0.3" for use in ("paper_to_go", "pooled_to_go", "weighted_own_step")),
-          *(f"{who}_tenth_own_step_0.3" for who in SAYS), "fixed_tenth_own_step_0.7",
+          *(f"tango_{use}_0.3" for use in ("paper_to_go", "paper_own_step", "pooled_to_go", "pooled_own_step",
+                                           "weighted_own_step")),
+          *(f"{who}_tenth_own_step_0.3" for who in SAYS), "fixed_tenth_own_step_0.7", "gold_tenth_min_0.3",
           "tango_by_j_own_step_0.3", "fixed_by_j_own_step_0.3", "fixed_by_j_own_step_0.7",
           *(f"fixed_{use}_0.7" for use in ("paper_to_go", "pooled_to_go", "weighted_own_step")),
-          *(f"gold_{use}_0.7" for use in ("paper_to_go", "pooled_to_go", "tenth_own_step"))]
+          *(f"{who}_{use}_0.7" for who in ("gold", "tango")
+            for use in ("paper_to_go", "pooled_to_go", "tenth_own_step"))]
 # The defaults, and what makes a verdict stricter or a bad verifier less heard: each with the verifier of SFT and with
 # one that is trained gently.
 NEW = f"{POSTERIOR} --combine advantages --credit own_step --negative-weight 0.1"
