@@ -21,7 +21,7 @@ from nanochat.rl.verify.comparing import (CHOICES_TABLE, Candidates, add_judge_a
                                           judge, learn_to_judge, read_choices, scores_of_pairs)
 from nanochat.rl.verify.forms import num_wrong, strength
 
-STATUS = "runs: RL leaves it where SFT did, at 56% of pairs (+0.5 ± 8.8)"
+STATUS = "runs: RL leaves it where SFT did, at 59% of pairs (-0.6 ± 2.6)"
 ROLES = {"generator": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
 SHOWN = {"verifier": ["pair_acc", "exact", "parse_fail"]}

@@ -30,7 +30,7 @@ from nanochat.rl.play.play import Draw, Play, Update, solution_draws
 from nanochat.rl.verify.comparing import Scores, all_pairs, verified_together
 from nanochat.rl.verify.forms import empty_form_prompt
 
-STATUS = "runs: it learns where its judge judges, which is on one seed of three"
+STATUS = "runs: it learns where its judge judges, which is on two seeds of three"
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["duels/right_won"]}
 evaluate = pass_at_1

@@ -38,7 +38,7 @@ from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt, refine_prompt
 from nanochat.rl.records.rollouts import Rollouts
 
-STATUS = "works: 42.2 ± 17.9 above TTRL where wrong answers have the majority; its verifier gets no better"
+STATUS = "works: 48.0 ± 9.9 above TTRL where wrong answers have the majority; its verifier gets no better"
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", shares="generator")}
 SHOWN = {"generator": ["label_accuracy", "kept_label_accuracy", "kept"]}
 TABLE = {"gen/pass1_in": "solving: greedy pass@1, in distribution",
