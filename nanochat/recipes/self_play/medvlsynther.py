@@ -27,7 +27,7 @@ from nanochat.rl.play.proposals import Proposals, check, log_proposals, propose,
 from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt
 
-STATUS = "runs: its text-only core; the filter keeps better keys, and its gain of 10.3 ± 25.2 is not shown"
+STATUS = "runs: its text-only core; the filter keeps better keys, and its gain of 6.0 ± 15.5 is not shown"
 ROLES = {"generator": RoleSpec("--model-tag"), "proposer": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["passed", "key_right", "rewards/outcome/mean"]}
