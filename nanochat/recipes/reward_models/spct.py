@@ -25,7 +25,7 @@ from nanochat.rl.verify.comparing import (add_judge_args, candidate_draws, candi
 from nanochat.rl.verify.forms import MOST_SOLUTIONS
 
 STATUS = ("runs: before RL 8 votes are 20.1 ± 5.1 better than one; no gain from RL is shown, and none from the meta "
-          "filter; as a reward 12.7 ± 7.3 above GRPO at equal steps, for 3.5 times the tokens")
+          "filter; as a reward 12.7 ± 7.3 above GRPO on one of two machines")
 ROLES = {"generator": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
 SHOWN = {"verifier": ["ranked_right", "parse_fail"]}

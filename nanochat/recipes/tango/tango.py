@@ -37,7 +37,7 @@ from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import empty_verifier_prompt
 
 STATUS = ("works: against GRPO at equal steps, 19.4 ± 7.4 above it in the paper's use, and 24.5 ± 9.8 with the "
-          "defaults (of both, wrong answers weigh .1), for two to three times the tokens; the paper's other claim, "
+          "defaults, where both weigh wrong answers .1, for two to three times the tokens; the paper's other claim, "
           "that training the verifier pays, is not shown (-2.7 ± 7.7)")
 ROLES = {"generator": RoleSpec("--model-tag"),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr", shares="generator")}
