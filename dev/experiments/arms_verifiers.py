@@ -30,9 +30,10 @@ RL_JUDGE = "--num-steps 80 --kl-coef 0 --lr 1e-4"
 RL_PAIRS = "--num-steps 80 --examples-per-step 32 --num-solutions 8 --eval-examples 300 --kl-coef 0 --lr 1e-4"
 LONG = "--verifier-max-new-tokens 192"
 OF_SEVERAL = {"preferred": "", "pair": LONG, "solve_pair": LONG, "scores": LONG}  # judges of several solutions
-REWARD = "--kl-coef 0 --alpha-start 0.3 --alpha-end 0.03 --combine rewards --credit to_go --negative-weight 1"
+ALPHA = "--kl-coef 0 --alpha-start 0.3 --alpha-end 0.03"
+REWARD = f"{ALPHA} --combine rewards --credit to_go --negative-weight 1"
 NOW = "_own_step"  # arms whose rewards move their own steps' tokens, with wrong answers that weigh .1, as the defaults
-REWARD_NOW = REWARD.partition("--combine")[0] + "--combine advantages --credit own_step --negative-weight 0.1"
+REWARD_NOW = f"{ALPHA} --combine advantages --credit own_step --negative-weight 0.1"
 OWN = {  # flags of the arms that are not a generator which a fixed verifier rewards by REWARD
     "grpo": "--recipe grpo --kl-coef 0",
     "grpo_tenth": "--recipe grpo --kl-coef 0 --negative-weight 0.1",

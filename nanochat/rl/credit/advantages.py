@@ -249,9 +249,10 @@ COMBINE: dict[str, Callable] = {"advantages": blend, "rewards": merge, "stratifi
 def check_combine(args) -> None:
     """Raises BadInput for --combine stratified where advantages are not compared within groups, and for filtered with
     what it has no use for."""
-    preset = PRESETS[args.advantage] if args.combine == "stratified" else None
-    if preset and (preset.scope != "group" or preset.center == "none"):
-        raise BadInput(f"--combine stratified: compares within groups, and --advantage {args.advantage} does not")
+    if args.combine == "stratified":
+        preset = PRESETS[args.advantage]
+        if preset.scope != "group" or preset.center == "none":
+            raise BadInput(f"--combine stratified: compares within groups, and --advantage {args.advantage} does not")
     if args.combine == "filtered" and (credit := getattr(args, "credit", "own_step")) != "own_step":
         raise BadInput(f"--credit {credit}: with --combine filtered steps earn nothing; leave it at own_step")
     if args.combine == "filtered" and getattr(args, "weigh_by_j", False):
