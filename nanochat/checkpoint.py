@@ -20,7 +20,7 @@ from nanochat.common import BadInput, CannotWrite, compute_dtype, dtype_name, pr
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.hf.tokenizer import mark_of, read_files
-from nanochat.kernels.tiles import has_tiles, takes
+from nanochat.kernels.tiles import has_bf16, takes
 from nanochat.storage.files import make_folder, path_of, whole_file, write_json, writing
 from nanochat.tokenizer import Tokenizer
 from nanochat.weights import allocate, fill, not_finite, with_shards
@@ -182,12 +182,12 @@ def check_config(config: GPTConfig | DecoderConfig, path: str) -> None:
 
 def dtype_for(device, *configs: GPTConfig | DecoderConfig) -> torch.dtype:
     """The compute dtype of models of these shapes: common.compute_dtype's, but where $NANOCHAT_DTYPE does not say
-    otherwise bfloat16 too for imported models of some width on a CPU that multiplies it in tiles (AMX)."""
+    otherwise bfloat16 too for imported models of some width on a CPU that multiplies it faster."""
     gains = lambda config: (isinstance(config, DecoderConfig) and config.n_embd >= NARROW_FROM
                             and not (config.qk_norm or config.out_bias or config.mlp_bias)
                             and takes(config.n_embd, config.vocab_size, config.intermediate_size, config.head_dim))
     if (device.type == "cpu" and not os.environ.get("NANOCHAT_DTYPE") and configs and all(map(gains, configs))
-            and has_tiles()):
+            and has_bf16()):
         return torch.bfloat16
     return compute_dtype(device)
 

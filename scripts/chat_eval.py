@@ -9,6 +9,7 @@ HumanEval is not here: it runs what a model wrote.
     torchrun --standalone --nproc_per_node=8 scripts/chat_eval.py -- -i sft -a "gsm8k|ARC-Easy|MMLU"
 """
 import argparse
+import os
 
 import torch
 
@@ -22,7 +23,7 @@ from nanochat.rl.measure.scores import majority, pass_at_k, share_of
 from nanochat.rl.play.sampling import Sampler
 from nanochat.rl.records.outcomes import answers_of, labels_of, lenient_outcomes, outcomes_of, problems_of
 from nanochat.rl.records.prompts import check_prompts_fit
-from nanochat.storage.files import path_of
+from nanochat.storage.files import check_writable, make_folder, path_of, write_json
 from scripts.verifier_eval import load_generator
 from tasks import TASKS, add_task_args, make_task, task_flags
 from tasks.multiple_choice import CHOICE_SETS, RANDOM_BASELINE, choice_prompt, load_choices
@@ -53,6 +54,7 @@ def make_parser():
                         help="rows that decode together; changes memory, no result")
     parser.add_argument("--choices", default="",
                         help="file of the multiple-choice set, in place of the one that datasets loads")
+    parser.add_argument("--out", default="", help="file for the scores, as JSON")
     add_device_arg(parser)
     parser.add_argument("--seed", type=int, default=None, help="default: the checkpoint's")
     add_task_args(parser)
@@ -92,36 +94,46 @@ def solve(args, task, split: str, model, sampler, device) -> list[list]:
     return gather_lists(rows, device)
 
 
-def print_rows(args, name: str, rows: list[list]) -> None:
-    """A line of scores of these rows of `solve`."""
-    n, total = args.num_samples, max(1, len(rows))
-    shown = f"{name:40s} {len(rows):5d} problems | pass@1 {100 * sum(row[1] for row in rows) / (n * total):5.1f}%"
-    lenient = [hit for row in rows for hit in row[6]]
+def scores_of(rows: list[list], n: int) -> dict[str, float]:
+    """Scores by name of these rows of `solve`, with n samples of each problem."""
+    samples, lenient = n * max(1, len(rows)), [hit for row in rows for hit in row[6]]
+    scores = {"pass@1": sum(row[1] for row in rows) / samples}
     if lenient:
-        shown += f" | lenient {100 * share_of(lenient):5.1f}%" + f" of {len(lenient)}" * (len(lenient) < n * total)
+        scores["lenient"] = share_of(lenient)
     if n > 1:
-        shown += (f" | pass@{n} {100 * sum(pass_at_k(n, row[1], n) for row in rows) / total:5.1f}%"
-                  f" | maj@{n} {100 * sum(row[3] for row in rows) / total:5.1f}%")
+        scores[f"pass@{n}"] = share_of([pass_at_k(n, row[1], n) for row in rows])
+        scores[f"maj@{n}"] = share_of([row[3] for row in rows])
     if rows and rows[0][2] is not None:
-        shown += f" | right in every step {100 * sum(row[2] for row in rows) / (n * total):5.1f}%"
-    shown += f" | ended {100 * sum(row[4] for row in rows) / (n * total):5.1f}%"
-    if num_unscorable := sum(row[5] for row in rows):
-        shown += f" | {num_unscorable} cannot be scored and count as wrong"
-    print0(shown)
+        scores["right in every step"] = sum(row[2] for row in rows) / samples
+    return scores | {"ended": sum(row[4] for row in rows) / samples}
 
 
-def evaluate_task(args, name: str, model, tokenizer, device) -> None:
-    """Prints a generative task's scores on both test splits, a mixture's also by part."""
+def print_rows(name: str, rows: list[list], n: int) -> dict[str, float]:
+    """Prints a line of these rows' scores. -> `scores_of`, and how many problems, and samples not scored, there are"""
+    scores, counts = scores_of(rows, n), {"problems": len(rows), "unscorable": sum(row[5] for row in rows)}
+    known = sum(len(row[6]) for row in rows)  # of which the lenient score is
+    few = {"lenient": f" of {known}" * (known < n * len(rows))}
+    parts = [f"{title} {100 * value:5.1f}%{few.get(title, '')}" for title, value in scores.items()]
+    if counts["unscorable"]:
+        parts.append(f"{counts['unscorable']} cannot be scored and count as wrong")
+    print0(f"{name:40s} {len(rows):5d} problems | {' | '.join(parts)}")
+    return scores | counts
+
+
+def evaluate_task(args, name: str, model, tokenizer, device) -> dict[str, dict]:
+    """Prints a generative task's scores on both test splits, a mixture's also by part. -> those of each split"""
     task = make_task(argparse.Namespace(**{**vars(args), "task": name}))
     sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, 0, args.temperature or 1.0, args.top_k,
                       calculator=args.calculator and tokenizer.has_calculator, max_rows=args.max_rows)
+    scores = {}
     for split, words in SPLITS.items():
         rows = solve(args, task, split, model, sampler, device)
         if rows:  # a finite task may have no test_out
-            print_rows(args, name + words, rows)
+            scores[split] = print_rows(name + words, rows, args.num_samples)
         parts = list(dict.fromkeys(row[0] for row in rows))
         for part in parts if len(parts) > 1 else []:
-            print_rows(args, f"  {part}{words}", [row for row in rows if row[0] == part])
+            print_rows(f"  {part}{words}", [row for row in rows if row[0] == part], args.num_samples)
+    return scores
 
 
 @torch.no_grad()
@@ -159,6 +171,8 @@ def check_args(args) -> None:
         raise BadInput(f"-a {asked}: {unknown[0]!r} is not a task; there are {', '.join([*TASKS, *CHOICE_SETS])}")
     if args.temperature == 0 and args.num_samples > 1:
         raise BadInput(f"-n {args.num_samples}: greedy samples are all the same; give -t above 0")
+    if args.out:
+        check_writable(args.out)
     if args.choices and not set(asked.split("|")) & set(CHOICE_SETS):
         raise BadInput(f"--choices {args.choices}: is for {', '.join(CHOICE_SETS)}, and -a names none of them")
 
@@ -170,16 +184,21 @@ def main(args) -> None:
     args.task = args.task_name or args.task or None
     tokenizer = load_tokenizer(path_of("tokenizer"))
     device = init_device(args.device_type)
-    model, _ = load_generator(args, args.step, tokenizer, device)
+    model, step = load_generator(args, args.step, tokenizer, device)
+    scores = {}
     for name in args.task.split("|"):
         if name in TASKS:
-            evaluate_task(args, name, model, tokenizer, device)
+            scores[name] = evaluate_task(args, name, model, tokenizer, device)
             continue
         choices = load_choices(name, args.choices, args.max_problems)
         accuracy, num_long = letter_accuracy(model, tokenizer, choices, device)
         left_out = f" | {num_long} longer than the context" if num_long else ""
         print0(f"{name:40s} {len(choices):5d} questions | accuracy {100 * accuracy:5.1f}% "
                f"(chance {100 * RANDOM_BASELINE:.0f}%){left_out}")
+        scores[name] = {"accuracy": accuracy, "questions": len(choices)}
+    if args.out and rank_and_world()[0] == 0:
+        make_folder(os.path.dirname(os.path.abspath(args.out)))
+        write_json(args.out, {"tag": args.generator_tag, "step": step, "seed": args.seed, "tasks": scores})
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
 """chat_eval's scores against naive counts, what it refuses; chat_rl as tango_rl with one role."""
-import argparse
 import json
 import re
 import shutil
@@ -30,10 +29,10 @@ def tokenizer(base) -> Tokenizer:
 def test_lenient_accuracy_stands_beside_pass_at_1_and_says_of_how_many(capsys):
     """Rows: part, right, right in every step, vote, ended, cannot be scored, last numbers."""
     rows = [["gsm8k", 1, None, True, 1, 0, [True]], ["gsm8k", 0, None, False, 1, 0, [True]]]
-    args = argparse.Namespace(num_samples=1)
-    chat_eval.print_rows(args, "gsm8k", rows)
-    chat_eval.print_rows(args, "math", [*rows, ["math", 0, None, False, 0, 0, []]])
-    chat_eval.print_rows(args, "chain", [row[:6] + [[]] for row in rows])
+    chat_eval.print_rows("gsm8k", rows, 1)
+    some = chat_eval.print_rows("math", [*rows, ["math", 0, None, False, 0, 0, []]], 1)
+    assert some == {"pass@1": 1 / 3, "lenient": 1.0, "ended": 2 / 3, "problems": 3, "unscorable": 0}
+    chat_eval.print_rows("chain", [row[:6] + [[]] for row in rows], 1)
     full, some, none = capsys.readouterr().out.splitlines()
     assert "pass@1  50.0% | lenient 100.0% | ended" in full
     assert "pass@1  33.3% | lenient 100.0% of 2 | ended" in some and "lenient" not in none
@@ -62,6 +61,17 @@ def samples(base, task, split: str, num_problems: int, n: int, max_new_tokens: i
 def in_every_step(task, problem, text: str) -> bool:
     labels = task.step_labels(problem, text)
     return bool(labels) and all(labels) and task.check(problem, text)
+
+
+def test_what_is_printed_can_be_kept_as_json(capsys, base):
+    out = base / "new" / "scores.json"
+    printed = scores(capsys, "-x", "6", "-t", "1", "-n", "3", "--out", str(out))
+    kept = json.loads(out.read_text())
+    assert (kept["tag"], kept["step"], kept["seed"]) == ("tiny", 200, 0)
+    for name, split in (("chain", "test_in"), ("chain, test_out", "test_out")):
+        found = kept["tasks"]["chain"][split]
+        assert found.pop("problems") == int(printed[name].pop("number")) == 6 and found.pop("unscorable") == 0
+        assert {title: percent(value, 1) for title, value in found.items()} == printed[name]
 
 
 def test_what_cannot_be_scored_is_counted(capsys, base, monkeypatch):

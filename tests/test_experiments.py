@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import TASK_FLAGS, parse, rl_flags as rl_flags_of_test
 
-from dev.experiments import arms_selfplay, arms_verifiers, run, table
+from dev.experiments import arms_selfplay, arms_smol, arms_verifiers, run, table
 from dev.experiments.arms import (ALONE, DIALS, LISTS, PAYS, TASKS, Setup, all_arms, arms_of, experiment, has_arm,
                                   setups_of, starts_of)
 from dev.experiments.jobs import Job, check_made_alike, job_of, runs_of, stages_of
@@ -42,6 +42,11 @@ case $module in
     scripts.tok_train) mkdir tokenizer; touch tokenizer/tokenizer.pkl ;;
     scripts.label_steps) mkdir -p "$out"
         echo '{"cost": {"tokens": 40000}, "solution_tokens": 9000}' > "$out/labels.summary.json" ;;
+    scripts.chat_eval) mkdir -p "$out"
+        case $out in *tango*) right=0.5 ;; *-108) right=0.4 ;; *) right=0.2 ;; esac
+        one='{"problems": 10, "pass@1": '$right', "lenient": 0.9}' none='{"problems": 30, "pass@1": 0, "lenient": 0.1}'
+        echo '{"tasks": {"reasoning_gym": {"test_in": '$one', "test_out": '$none'},
+            "gsm8k": {"test_in": '$one', "test_out": '$none'}}}' > "$out/scores.json" ;;
     scripts.chat_sft) mkdir -p "chatsft_checkpoints/$run"
         touch "chatsft_checkpoints/$run/meta_$(printf %06d "$steps").json" ;;
     scripts.tango_rl) mkdir -p "runs/$run"; : > "runs/$run/metrics.jsonl"
@@ -124,6 +129,11 @@ def sft_flags(e: Setup, name: str) -> str:
     return job_of(experiment(e, []), starts_of(e)[name], "1").flags
 
 
+def of_smol(arms: list[str]):
+    args = run.make_parser().parse_args(["smol", "--arms", " ".join(arms)])
+    return run.tables_of_smol(args)[0].experiments[0]
+
+
 def every_family_and_verifier() -> list:
     return [arms_verifiers.experiment(list(arms_verifiers.VERIFIERS)),
             *(arms_selfplay.experiment(name, list(of.arms)) for name, of in arms_selfplay.FAMILIES.items())]
@@ -197,7 +207,7 @@ def test_a_setting_sets_a_constant_alpha_the_kl_and_the_labels_of_all_arms(dial,
 
 
 def test_every_job_has_flags_that_its_script_takes():
-    made = every_family_and_verifier()
+    made = [*every_family_and_verifier(), of_smol(list(arms_smol.ARMS))]
     for e in [one("--task", task) for task in TASKS]:
         made.append(experiment(e, arms_of(e, None)))
     for e in (one(), one("--start", "refine"), *setups("--dial", " ".join(DIALS))):
@@ -221,8 +231,8 @@ def test_every_job_has_flags_that_its_script_takes():
 def test_each_job_comes_after_what_it_reads():
     """A file, checkpoint or run that a job's flags name is made by a job of an earlier stage."""
     own = experiment(one("--start", "refine"), ["score", "shared_half", "grpo_both", "refit_1"])
-    made: set[str] = set()
-    for stage in stages_of([own, *every_family_and_verifier()], ["1", "2"]):
+    made: set[str] = {"smollm2"}
+    for stage in stages_of([own, of_smol(list(arms_smol.ARMS)), *every_family_and_verifier()], ["1", "2"]):
         pairs = [(job, dict(zip(words, words[1:], strict=False))) for job in stage for words in [job.flags.split()]]
         for job, given in pairs:
             read = {given.get(flag) for flag in ("--labels", "--solutions", "--from-tag", "--generator-tag")}
@@ -232,8 +242,8 @@ def test_each_job_comes_after_what_it_reads():
                 read.add(given["--model-tag"])
             assert read - {None} <= made, job.name
         for job, given in pairs:
-            made |= {given.get("--out"), f"{job.name}-ver", f"{job.name}-gen", given.get("--verifier-tag"),
-                     given.get("--model-tag")}
+            made |= {given.get("--out"), job.name.removeprefix("sft-"), f"{job.name}-ver", f"{job.name}-gen",
+                     given.get("--verifier-tag"), given.get("--model-tag")}
 
 
 @pytest.mark.parametrize("make, names", [
@@ -242,6 +252,9 @@ def test_each_job_comes_after_what_it_reads():
     (lambda: arms_verifiers.experiment(["sft", "rm_r1"]),
      [["sft-small_chain-s3"], ["sft-small_chain-s3-ver", "sft-small_chain-s3-ver-long"],
       ["sft-small_chain-s3-ver-solve_pair"], ["verifiers-train_rm_r1-s3"], ["verifiers-sft-s3", "verifiers-rm_r1-s3"]]),
+    (lambda: of_smol(["other_tango", "one_trunk"]),
+     [["sft-smol-s0", "sft-smol-s1"], ["sft-smol-s0-ver", "sft-smol-s0-both"], ["smol-tango-s3"],
+      ["smol-other_tango-s3", "smol-one_trunk-s3"]]),
     (lambda: arms_verifiers.experiment(["prm_strong"]),
      [["sft-small_chain-s3"], ["verifiers-oracle-s3", "labels-gold-s3"], ["labels-omega_strong-s3"],
       ["verifiers-train_prm_strong-s3"], ["verifiers-prm_strong-s3"]]),
@@ -328,6 +341,31 @@ def test_what_a_verifiers_training_came_to_and_arms_without_rewards_stand_in_a_c
     assert " --recipe think_rm_policy " in judge and "--verifier-tag verifiers-train_think_rm-s2-ver " in judge
 
 
+def test_smollm2_is_scored_after_its_runs_and_grpo_also_after_as_many_tokens(world):
+    imported = world.base / "chatsft_checkpoints" / "smollm2"
+    imported.mkdir(parents=True)
+    (imported / "meta_000000.json").touch()
+    for part in ("train", "test"):
+        (world.base / f"{part}.jsonl").touch()
+    flags = ["smol", "--arms", "grpo tango", "--seeds", "1 2", "--words", str(world.base)]
+    assert world.run(*flags)[0] == 0
+    assert world.runs() == [f"smol-{arm}-s{seed}" for arm in ("grpo", "tango") for seed in (1, 2)]
+    scored = world.calls("chat_eval")
+    assert [re.findall(r"-g (\S+) -s (\d+)", call)[0] for call in scored] == [
+        ("smol-grpo-s1-gen", "60"), ("smol-grpo-s1-gen", "108"), ("smol-grpo-s2-gen", "60"),
+        ("smol-grpo-s2-gen", "108"), ("smol-tango-s1-gen", "60"), ("smol-tango-s2-gen", "60")]
+    rows = {(row["arm"], row["of"]): row for row in world.table("smol")}
+    seen, words = "sampled, templates of training", "sampled, word problems of people"
+    assert rows["grpo", seen]["percent, seeds 1 2"] == "20.0 20.0" and rows["grpo", seen]["minus longer"] == (
+        "-20.0 ± 0.0")
+    assert rows["longer", seen]["minus grpo"] == "+20.0 ± 0.0"
+    assert rows["tango", seen]["minus grpo"] == "+30.0 ± 0.0" and rows["tango", seen]["minus longer"] == "+10.0 ± 0.0"
+    assert rows["-", words]["percent"] == "12.5 ± 0.0"  # Tango's, of 10 and 30 problems
+    values = {(row["arm"], row["metric"]): row["value"] for row in world.csv("smol")}
+    assert values["tango", "gen/sampled_words_lenient"] == "0.3" and values["longer", "gen/sampled_in"] == "0.4"
+    assert world.run(*flags)[0] == 0 and not world.calls("chat_eval")
+
+
 def test_what_other_flags_made_is_refused_in_any_setting(world):
     flags = ["--dial", "start", "--arms", "tango", "--seeds", "1"]
     assert world.run(*flags)[0] == 0
@@ -399,6 +437,7 @@ def test_a_signal_stops_the_run_and_starts_nothing_new(world, name):
     (["selfplay", "--families", "nobody"], ["--families nobody", "no_labels"]),
     (["selfplay", "--families", "votes kernel", "--arms", "ttrl"], ["of which family"]),
     (["verifiers", "--arms", "orm nobody"], ["--arms nobody", "prm_gold"]),
+    (["smol", "--words", "nowhere"], ["--words ", "has no train.jsonl"]), (["--words", "x"], ["--words: fig4"]),
 ])
 def test_what_there_is_not_is_one_line(world, flags, words):
     code, out, err = world.run(*flags)

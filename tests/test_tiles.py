@@ -46,7 +46,7 @@ def kernels(request, monkeypatch):
     torch.set_num_threads(1)
     if request.param != "native":
         monkeypatch.setattr(cpu, "library", functools.partial(library_of, request.param))
-        monkeypatch.setattr(tiles, "asked_for_tiles", lambda: 0)
+        monkeypatch.setattr(tiles, "asked_for_bf16", lambda: 0)
     if cpu.library() is None or not tiles.has_kernels():
         pytest.skip("this machine cannot run or compile them")
 
@@ -325,7 +325,7 @@ def test_a_narrow_head_has_rounded_operands(native, vocab, rows_per_chunk):
 
 
 def test_kernels_with_tiles_that_linux_does_not_grant_are_not_called(monkeypatch):
-    monkeypatch.setattr(tiles, "asked_for_tiles", lambda: -1)
-    assert not tiles.has_tiles() and not tiles.takes(32) and not tiles.has_kernels()
+    monkeypatch.setattr(tiles, "asked_for_bf16", lambda: -1)
+    assert not tiles.has_bf16() and not tiles.takes(32) and not tiles.has_kernels()
     x, w = random(5, 64), random(32, 64, seed=1)
     assert_close(tiles.linear(x, w), wide(x) @ wide(w).T, 1e-6)

@@ -151,13 +151,13 @@ def test_sampling_records_the_trainers_logprobs(native, name, options):
     assert gap.max() < LOGPROB_GAP and gap.mean() < LOGPROB_GAP / 50 and trained.min() < -3
 
 
-def test_wide_imported_models_compute_in_bf16_where_the_cpu_has_tiles(monkeypatch):
+def test_wide_imported_models_compute_in_bf16_where_the_cpu_gains_by_it(monkeypatch):
     device, narrow = torch.device("cpu"), replace(CONFIGS["llama"], n_embd=checkpoint.NARROW_FROM - 32)
     wide_model, gpt = replace(narrow, n_embd=checkpoint.NARROW_FROM), GPTConfig(64, 96, 2, 2, 1, 1024, "L")
     monkeypatch.delenv("NANOCHAT_DTYPE", raising=False)
-    for has_tiles in (False, True):
-        monkeypatch.setattr(checkpoint, "has_tiles", lambda has=has_tiles: has)
-        assert dtype_for(device, wide_model) == (torch.bfloat16 if has_tiles else torch.float32)
+    for has_bf16 in (False, True):
+        monkeypatch.setattr(checkpoint, "has_bf16", lambda has=has_bf16: has)
+        assert dtype_for(device, wide_model) == (torch.bfloat16 if has_bf16 else torch.float32)
         odd, normed = replace(wide_model, vocab_size=97), replace(wide_model, qk_norm=True)  # not the kernels'
         for others in ((), (narrow,), (gpt,), (wide_model, narrow), (wide_model, gpt), (odd,), (normed,)):
             assert dtype_for(device, *others) == torch.float32

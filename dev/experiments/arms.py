@@ -376,6 +376,12 @@ def chosen(flag: str, text: str, there=None) -> list[str]:
     return words
 
 
+def check_steps(args) -> None:
+    """Raises BadInput for a --steps that is no number."""
+    if args.steps is not None and not re.fullmatch("[1-9][0-9]{0,8}", args.steps):
+        raise BadInput(f"--steps {args.steps}: must be a number from 1 to 999999999")
+
+
 def setups_of(args) -> dict[str, list[Setup]]:
     """Those of each dial, one for every setting; without a dial the one that there is, under "". Raises BadInput for
     what there is not."""
@@ -383,8 +389,7 @@ def setups_of(args) -> dict[str, list[Setup]]:
     args.task = args.task or (DIAL_TASK if dials else "chain")
     args.start = args.start or "sft"
     check_choices(args, {"task": TASKS, "start": ("sft", "refine")})
-    if args.steps is not None and not re.fullmatch("[1-9][0-9]{0,8}", args.steps):
-        raise BadInput(f"--steps {args.steps}: must be a number from 1 to 999999999")
+    check_steps(args)
     if args.settings is not None and len(dials) != 1:
         raise BadInput(f"--settings {args.settings}: of which --dial? Name one of {', '.join(DIALS)}")
     if not dials:

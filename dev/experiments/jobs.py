@@ -30,7 +30,8 @@ RESUMABLE = ("scripts.chat_sft", "scripts.tango_rl")
 
 
 class Job(NamedTuple):
-    """One process. done: the pattern of the file in its folder that tells that it came to its end."""
+    """One process, of a module or a shell script. done: the pattern of the file in its folder that tells that it came
+    to its end."""
     name: str
     module: str
     folder: str
@@ -39,6 +40,8 @@ class Job(NamedTuple):
 
     @property
     def command(self) -> list[str]:
+        if self.module.endswith(".sh"):
+            return ["bash", self.module, *self.flags.split()]
         run = ["--run", self.name] if self.module == "scripts.tango_rl" else []
         resume = ["--resume-from-step", "auto"] if self.module in RESUMABLE else []
         return [sys.executable, "-m", self.module, *run, *resume, *self.flags.split()]

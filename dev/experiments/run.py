@@ -6,12 +6,13 @@ Runs an experiment: arms that start from the same SFT checkpoints, seed by seed;
     bash dev/experiments/run.sh pays --dial pressure --settings kl0
     bash dev/experiments/run.sh selfplay --families "no_labels tools"
     bash dev/experiments/run.sh verifiers --arms "grpo sft orm prm_gold"
+    bash dev/experiments/run.sh smol --arms "grpo tango fixed_verifier"
 
 fig4: arms that differ in one thing. pays: when does co-training pay? The same arms at the settings of a dial. selfplay:
 self-play, teams, own judges, missing labels, tools, each beside the baseline of its family. verifiers: each is trained,
-judges the same solutions, and rewards the same generator. arms.py, arms_selfplay.py and arms_verifiers.py say what
-there is. A run is one process, JOBS of them at a time (default: the number of cores). What is finished is reused, what
-was interrupted goes on.
+judges the same solutions, and rewards the same generator. smol: the main arms on SmolLM2-135M. arms.py and arms_*.py
+say what there is. A run is one process, JOBS of them at a time (default: the number of cores). What is finished is
+reused, what was interrupted goes on.
 """
 import argparse
 import itertools
@@ -23,15 +24,15 @@ import time
 from dataclasses import replace
 from statistics import mean
 
-from dev.experiments import arms_selfplay, arms_verifiers
-from dev.experiments.arms import (DIALS, LISTS, PARTNERS, TASKS, Experiment, all_arms, arms_of, chosen, experiment,
-                                  setups_of)
+from dev.experiments import arms_selfplay, arms_smol, arms_verifiers
+from dev.experiments.arms import (DIALS, LISTS, PARTNERS, TASKS, Experiment, all_arms, arms_of, check_steps, chosen,
+                                  experiment, setups_of)
 from dev.experiments.arms_selfplay import FAMILIES
 from dev.experiments.arms_verifiers import VERIFIERS
 from dev.experiments.jobs import (Job, carry_out_all, check_made_alike, job_of, log_of, models_of, needed, runs_of,
                                   stages_of)
 from dev.experiments.table import WATCHED, Table, write_all
-from nanochat.cli import check_choices, script_main
+from nanochat.cli import at_least, check_choices, script_main
 from nanochat.common import BadInput, print0
 from nanochat.hf.files import read_json
 from nanochat.rl.report.report import (Run, change, check_comparable, paired, read_run, spread, tidy,
@@ -39,9 +40,11 @@ from nanochat.rl.report.report import (Run, change, check_comparable, paired, re
 from nanochat.storage.files import check_writable, make_folder, path_of
 
 OF_ARMS = ("task", "start", "steps", "dial", "settings")
+OF_SMOL = ("examples", "words", "device_type")
 # name: the flags that it has beside those of all, and the folder of its reports
 EXPERIMENTS = {"fig4": (OF_ARMS, "dev/curves"), "pays": (OF_ARMS, "dev/curves"),
-               "selfplay": (("families",), "dev/curves/selfplay"), "verifiers": ((), "dev/curves/verifiers")}
+               "selfplay": (("families",), "dev/curves/selfplay"), "verifiers": ((), "dev/curves/verifiers"),
+               "smol": (("steps", *OF_SMOL), "dev/curves/smol")}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -50,14 +53,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("experiment", nargs="?", default="fig4",
                         help=f"one of: {', '.join(EXPERIMENTS)}; stands before all flags (default: %(default)s)")
     parser.add_argument("--seeds", default="1 2 3")
-    parser.add_argument("--arms", help="default: the main ones of fig4 and pays, all of one family, all verifiers; a "
-                        "family's baseline comes along")
+    parser.add_argument("--arms", help="default: the main ones of fig4 and pays, all of one family, of verifiers or "
+                        "of smol; a family's baseline comes along")
     parser.add_argument("--task", help=f"of fig4, one of: {', '.join(TASKS)}; default: chain")
     parser.add_argument("--start", help="of fig4: sft (default), or refine: after it a second SFT, of second attempts")
-    parser.add_argument("--steps", help="of the generator, in fig4 and pays; default: the task's, or the setting's")
+    parser.add_argument("--steps", help="of the generator, in fig4, pays and smol; default: the task's, the setting's, "
+                        f"of smol {arms_smol.STEPS}")
     parser.add_argument("--dial", help=f"of pays, one or more of: {', '.join(DIALS)}; default: all")
     parser.add_argument("--settings", help="of one dial; default: all")
     parser.add_argument("--families", help=f"of selfplay, one or more of: {', '.join(FAMILIES)}; default: all")
+    parser.add_argument("--examples", type=at_least(1), help="of smol: problems per step; default: 16")
+    parser.add_argument("--words", help="of smol: a folder with train.jsonl and test.jsonl as GSM8K has them, of whose "
+                        "test every run is scored too")
+    parser.add_argument("--device-type", choices=["cpu", "cuda"], help="of smol; default: cpu")
     parser.add_argument("--out", help="folder of the reports; a dial's is in a folder of its name there; default: "
                         "dev/curves, of selfplay and verifiers a folder of that name there")
     parser.add_argument("--list", nargs="?", const="flags", help="print the flags of every arm of fig4 or pays, or of "
@@ -104,8 +112,30 @@ def tables_of_verifiers(args) -> list[Table]:
                   training=lambda seeds: training_runs(e, seeds))]
 
 
+def tables_of_smol(args) -> list[Table]:
+    check_steps(args)
+    args.steps, args.examples = int(args.steps or arms_smol.STEPS), args.examples or 16
+    args.device_type = args.device_type or "cpu"
+    if args.words:
+        args.words = os.path.abspath(args.words)
+        for part in ("train", "test"):
+            if not os.path.isfile(os.path.join(args.words, f"{part}.jsonl")):
+                raise BadInput(f"--words {args.words}: has no {part}.jsonl")
+    names = list(arms_smol.ARMS) if args.arms is None else chosen("arms", args.arms, arms_smol.ARMS)
+    e = arms_smol.experiment(args, names)
+    return [Table(e.name, [e], words="on SmolLM2-135M, two-step word problems", watched=arms_smol.WATCHED,
+                  compared=len(arms_smol.SCORED), partners=arms_smol.PARTNERS, longer="longer",
+                  alike=tuple(name for name in names if name != arms_smol.LONG),
+                  scorings=lambda run: arms_smol.scorings(args, run),
+                  rows=lambda run: arms_smol.with_scores(args, run))]
+
+
 TABLES = {"fig4": tables_of_arms, "pays": tables_of_arms, "selfplay": tables_of_families,
-          "verifiers": tables_of_verifiers}
+          "verifiers": tables_of_verifiers, "smol": tables_of_smol}
+
+
+def tokenizer() -> Job:
+    return Job("tokenizer", "scripts.tok_train", path_of("tokenizer"), "tokenizer.pkl", "--task chain")
 
 
 def jobs_at_once() -> int:
@@ -132,9 +162,9 @@ def check_flags(args) -> None:
         raise BadInput(f"{args.experiment}: there are {', '.join(EXPERIMENTS)}")
     if args.list is not None:
         check_choices(args, {"list": (*LISTS, "flags")})
-    for flag in (*OF_ARMS, "families"):
+    for flag in (*OF_ARMS, "families", *OF_SMOL):
         if getattr(args, flag) is not None and flag not in EXPERIMENTS[args.experiment][0]:
-            raise BadInput(f"--{flag}: {args.experiment} has no such flag")
+            raise BadInput(f"--{flag.replace('_', '-')}: {args.experiment} has no such flag")
 
 
 # What a verifier's line also tells
@@ -218,7 +248,7 @@ def report(table: Table, seeds: list[str], models: dict[Job, Job], out: str, fir
         for setting in {run.task for run in runs}:
             check_comparable([run for run in runs if run.task == setting and run.arm in table.alike])
         make_folder(out)
-        print0(write_all(table, runs, out, first_line))
+        print0(write_all(table, [row for run in runs for row in table.rows(run)], out, first_line))
         if trained := table.training(seeds):
             write_csv(tidy(trained), os.path.join(out, f"{table.name}_training.csv"))
     return len(finished) == len(jobs)
@@ -242,11 +272,13 @@ def main(args) -> None:
         check_writable(folder)
     for folder in folders:
         make_folder(folder)
-    tokenizer = Job("tokenizer", "scripts.tok_train", path_of("tokenizer"), "tokenizer.pkl", "--task chain")
-    started = time.time()
-    if not all(carry_out_all(stage, at_once) for stage in [[tokenizer], *stages[:-1]]):
+    first, started = arms_smol.imported if args.experiment == "smol" else tokenizer, time.time()
+    if not all(carry_out_all(stage, at_once) for stage in [[first()], *stages[:-1]]):
         sys.exit(1)  # what comes next starts from it
     is_whole, models = carry_out_all(stages[-1], at_once), models_of(stages[-1])
+    scorings = [score for table in tables for job in stages[-1] if models[job].is_done()
+                for score in table.scorings(job.name)]
+    is_whole &= carry_out_all(scorings, at_once)
     command = shlex.join(["bash", "dev/experiments/run.sh", *sys.argv[1:]])
     minutes = (time.time() - started) // 60
     first_line = f"`{command}`: {minutes:.0f} minutes, {at_once} runs at a time; what was finished was not run again."

@@ -10,6 +10,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from dev.experiments.arms import Experiment
+from dev.experiments.jobs import Job
 from nanochat.rl.report.page import draw_curves
 from nanochat.rl.report.report import (ORACLE, Run, at_equal_tokens, change, curve, filled, paired, provenance,
                                        recovered, share, spread, tidy, write_csv)
@@ -22,20 +23,26 @@ WATCHED = {"gen/pass1_in": "pass@1", "gen/pass1_out": "pass@1, longer problems",
 
 class Table(NamedTuple):
     """What a table is about. name: of its file; folder: below --out; words: what it compares; watched: metrics, of
-    which the first one is compared; all_metrics: the csv and the curves have those of every report, too; partners:
-    another arm to compare an arm with; titles, own: columns of its own, and their texts for an arm and its seeds;
-    alike: arms whose runs must be comparable by their flags; training: (seeds) -> the runs that trained what the arms
-    use, whose points go into <name>_training.csv."""
+    which the first `compared` are compared; all_metrics: the csv and the curves have those of every report, too;
+    partners: another arm to compare an arm with; longer: the baseline with as many tokens as the dearest arm, where an
+    arm's curve does not tell where it was at the baseline's; titles, own: columns of its own, and their texts for an
+    arm and its seeds; scorings: (a run's name) -> jobs that score it when it is finished; rows: (run) -> the runs that
+    it is in the table; alike: arms whose runs must be comparable by their flags; training: (seeds) -> the runs that
+    trained what the arms use, whose points go into <name>_training.csv."""
     name: str
     experiments: list[Experiment]
     folder: str = ""
     words: str = ""
     baseline: str = "grpo"
     watched: dict[str, str] = WATCHED
+    compared: int = 1
     all_metrics: bool = True
     partners: dict[str, str] = {}
+    longer: str = ""
     titles: tuple[str, ...] = ()
     own: Callable[[str, list[int]], list[str]] = lambda arm, seeds: []
+    scorings: Callable[[str], list[Job]] = lambda run: []
+    rows: Callable[[Run], list[Run]] = lambda run: [run]
     alike: tuple[str, ...] = ()
     training: Callable[[list[str]], list[Run]] = lambda seeds: []
 
@@ -50,33 +57,55 @@ def by_seed(values: dict[int, float | None], seeds: list[int]) -> str:
     return " ".join("-" if values.get(seed) is None else f"{100 * values[seed]:.1f}" for seed in seeds)
 
 
+def compared_of(table: Table) -> dict[str, str]:
+    """The metrics that are compared, and their words."""
+    return dict(list(table.watched.items())[: table.compared])
+
+
 def titles_of(table: Table, seeds: list[int]) -> list[str]:
-    compared, *_ = table.watched.values()
-    return ["setting", "arm", *table.titles, f"{compared}, seeds {' '.join(map(str, seeds))}", compared,
-            f"minus {table.baseline}", "minus its partner", f"minus {table.baseline} at its tokens",
-            "share of the oracle's gain", *(f"{words}, first -> last" for words in table.watched.values()), "tokens"]
+    words = "percent" if table.compared > 1 else next(iter(table.watched.values()))
+    at_its_tokens = table.longer or f"{table.baseline} at its tokens"
+    return ["setting", "arm", *table.titles, "of", f"{words}, seeds {' '.join(map(str, seeds))}", words,
+            f"minus {table.baseline}", "minus its partner", f"minus {at_its_tokens}", "share of the oracle's gain",
+            *(f"{words}, first -> last" for words in table.watched.values()), "tokens"]
 
 
-def row_of(table: Table, arm: str, of_arm: dict[str, dict[int, Run]], seeds: list[int]) -> list[str]:
-    """An arm's line at one setting. Its last columns: means over seeds of the first and the last value; of what is
-    measured per step, up to the first evaluation and from the last but one to the last."""
-    compared, mine = next(iter(table.watched)), of_arm[arm]
-    finals = {name: {seed: run.points[-1].get(compared) for seed, run in runs.items()} for name, runs in of_arm.items()}
+def rows_of(table: Table, arm: str, of_arm: dict[str, dict[int, Run]], seeds: list[int]) -> list[list[str]]:
+    """An arm's lines at one setting, one for each metric that is compared. What is not of one metric stands in the
+    first: means over seeds of the first and the last value; of what is measured per step, up to the first evaluation
+    and from the last but one to the last."""
+    mine, metrics = of_arm[arm], compared_of(table)
+    curves = [[curve(run, metric, "sampled_tokens")[1] for run in mine.values()] for metric in table.watched]
+    tokens = mean(run.points[-1]["sampled_tokens"] for run in mine.values())
+    of_all = [*(change([(values[0], values[-1]) for values in found if values]) for found in curves),
+              f"{tokens / 1e6:.2f}M"]
+    rows = []
+    for metric, words in metrics.items():
+        of = words if len(metrics) > 1 else "-"
+        rows.append([*([arm, *table.own(arm, list(mine))] if not rows else ["-"] * (1 + len(table.titles))), of,
+                     *compared_row(table, arm, of_arm, seeds, metric), *(of_all if not rows else ["-"] * len(of_all))])
+    return rows
+
+
+def compared_row(table: Table, arm: str, of_arm: dict[str, dict[int, Run]], seeds: list[int], metric: str) -> list[str]:
+    """An arm's last values of a metric, and their differences from the baseline, its partner, and the baseline with as
+    many tokens."""
+    mine = of_arm[arm]
+    finals = {name: {seed: run.points[-1].get(metric) for seed, run in runs.items()} for name, runs in of_arm.items()}
     baseline = of_arm.get(table.baseline, {}) if arm != table.baseline else {}
     of_baseline, partner = finals.get(table.baseline, {}), table.partners.get(arm)
     gains = less(finals[arm], of_baseline) if baseline else {}
-    equal = {seed: at_equal_tokens(run, baseline[seed], compared) for seed, run in mine.items() if seed in baseline}
+    equal = {seed: at_equal_tokens(run, baseline[seed], metric) for seed, run in mine.items() if seed in baseline}
     told = lambda differences: paired(list(differences.values()), len(mine))
     of_partner = told(less(finals[arm], finals.get(partner, {})))
+    if table.longer:
+        at_its_tokens = less(finals[arm], finals.get(table.longer, {})) if arm != table.longer else {}
+    else:
+        at_its_tokens = less(equal, of_baseline)
     oracle = less(finals.get(ORACLE, {}), of_baseline)
-    curves = [[curve(run, metric, "sampled_tokens")[1] for run in mine.values()] for metric in table.watched]
-    tokens = mean(run.points[-1]["sampled_tokens"] for run in mine.values())
-    return [arm, *table.own(arm, list(mine)), by_seed(finals[arm], seeds), spread(list(finals[arm].values())),
-            told(gains), of_partner if of_partner == "-" else f"{of_partner} ({partner})",
-            told(less(equal, of_baseline)),
-            share(recovered(gains, oracle), {"arm": arm, "has_oracle": bool(oracle and gains)}),
-            *(change([(values[0], values[-1]) for values in found if values]) for found in curves),
-            f"{tokens / 1e6:.2f}M"]
+    return [by_seed(finals[arm], seeds), spread(list(finals[arm].values())), told(gains),
+            of_partner if of_partner == "-" else f"{of_partner} ({partner})", told(at_its_tokens),
+            share(recovered(gains, oracle), {"arm": arm, "has_oracle": bool(oracle and gains)})]
 
 
 def table_of(table: Table, runs: list[Run]) -> str:
@@ -88,7 +117,8 @@ def table_of(table: Table, runs: list[Run]) -> str:
         for run in runs:
             if run.task == setting:
                 of_arm.setdefault(run.arm, {})[run.seed] = run
-        rows += [[setting if len(settings) > 1 else "-", *row_of(table, arm, of_arm, seeds)] for arm in of_arm]
+        rows += [[setting if len(settings) > 1 else "-", *row] for arm in of_arm
+                 for row in rows_of(table, arm, of_arm, seeds)]
     titles, rows = filled(titles_of(table, seeds), rows)
     lines = [f"| {' | '.join(row)} |" for row in [titles, ["---"] * len(titles), *rows]]
     alone = ["", "One seed: differences have no interval, and show no order."] if len(seeds) == 1 else []

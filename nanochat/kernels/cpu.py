@@ -73,7 +73,7 @@ def library():
             print(f"CPU kernels run on one thread, without OpenMP: {problem}", file=sys.stderr)
         for name, types in signatures().items():
             getattr(kernels, name).argtypes = types
-            getattr(kernels, name).restype = ctypes.c_long if name == "has_tiles" else None
+            getattr(kernels, name).restype = ctypes.c_long if name == "has_bf16" else None
         return kernels
     print(f"CPU kernels run as PyTorch operations, which is slower: {problem}", file=sys.stderr)
     return None

@@ -5,15 +5,17 @@
 #endif
 #include "cpu_tiles.h"
 
-/* 1: these kernels multiply tiles, and Linux lets this process do it (asked once: threads to come have it); -1: it does
- * not, and they must not be called; 0: they do without. */
-long has_tiles(long threads)
+/* 1: this processor multiplies bf16 faster than fp32. Where it does so in tiles, Linux lets this process do it (asked
+ * once: threads to come have it); -1: it does not, and the kernels must not be called. 0: they do without. */
+long has_bf16(long threads)
 {
     (void)threads;
 #if defined(__AMX_BF16__) && defined(SYS_arch_prctl)
     return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0 ? 1 : -1;
 #elif defined(__AMX_BF16__)
     return -1;
+#elif defined(__AVX512BF16__)
+    return 1;
 #else
     return 0;
 #endif

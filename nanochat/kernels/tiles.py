@@ -3,8 +3,8 @@ Products in bf16 on CPU, and an imported model's layer made of them.
 
 There weights and what they are multiplied with are rounded to bf16. Sums, attention and all else are fp32; what the
 backward pass keeps of a gated MLP is bf16 too. So sampling and training compute the same but for the order of sums.
-Processors with AMX multiply bf16 several times as fast as fp32; others run the same kernels without that gain. What the
-kernels do not take runs in PyTorch, as `linear` has it.
+Processors with AMX multiply bf16 several times as fast as fp32, those with AVX512-BF16 twice as fast; others run the
+same kernels without that gain. What the kernels do not take runs in PyTorch, as `linear` has it.
 """
 import functools
 
@@ -17,15 +17,15 @@ from nanochat.kernels.ops import contiguous, run
 ROWS = 256  # tokens whose part of the gradients of norms and biases is one sum (cpu_decoder.c)
 
 
-def has_tiles() -> bool:
-    """Whether this CPU multiplies tiles of bf16 (AMX)."""
-    return asked_for_tiles() == 1
+def has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 faster than fp32 (AMX, AVX512-BF16)."""
+    return asked_for_bf16() == 1
 
 
 @functools.cache
-def asked_for_tiles() -> int:
-    """has_tiles of cpu_tiles.c, before threads start; -1: the kernels have tiles, Linux does not grant them."""
-    return -1 if cpu.library() is None else cpu.library().has_tiles(1)
+def asked_for_bf16() -> int:
+    """has_bf16 of cpu_tiles.c, before threads start; -1: the kernels have tiles, Linux does not grant them."""
+    return -1 if cpu.library() is None else cpu.library().has_bf16(1)
 
 
 def takes(*sizes: int) -> bool:
@@ -34,7 +34,7 @@ def takes(*sizes: int) -> bool:
 
 
 def has_kernels() -> bool:
-    return asked_for_tiles() >= 0
+    return asked_for_bf16() >= 0
 
 
 def weight_of(w: torch.Tensor):

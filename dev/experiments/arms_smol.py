@@ -1,0 +1,136 @@
+"""
+Does co-training pay on a language model? The comparison on SmolLM2-135M as data: arms from one SFT of both roles.
+
+The problems are those of runs/smol.sh, two-step word problems of gsm_symbolic. A seed is one of RL: of its problems,
+its samples and its held-out problems. Arms stand in the order of their worth. run.py runs them, and scores each by
+sampling: on the templates of training, on unseen ones, and on word problems of another source (--words).
+"""
+import os
+import re
+from dataclasses import replace
+
+from dev.experiments.arms import Experiment, Start
+from dev.experiments.jobs import Job
+from nanochat.hf.files import read_json
+from nanochat.rl.report.report import Run
+from nanochat.storage.files import path_of
+
+NAME = "smol"
+PROBLEMS = "--task reasoning_gym --reasoning-gym-format lines --reasoning-gym-most-lines 2"
+SFT = (f"{PROBLEMS} --from-stage sft --examples-per-step 16 --micro-batch-tokens 4096 --embedding-lr 5e-4 "
+       "--max-new-tokens 80 --keep 1")
+STARTS = {  # the tag, and flags of the SFT
+    "gen": ("s0", "--seed 0 --role generator --from-tag smollm2 --model-tag {tag} --num-steps 120"),
+    # to judge a step the verifier works it out itself, so it starts from the generator
+    "ver": ("s0-ver", "--seed 0 --role verifier --from-tag {gen} --model-tag {gen} --num-steps 120 --num-sampled 512"),
+    # as many demonstrations of either role as the SFT of that role alone
+    "both": ("s0-both", "--seed 0 --role both --from-tag {gen} --model-tag {tag} --num-steps 120 --num-sampled 512 "
+                        "--examples-per-step 32"),
+    "other": ("s1", "--seed 1 --role generator --from-tag smollm2 --model-tag {tag} --num-steps 120"),
+}
+STEPS = 60        # of the generator
+LONG = "grpo"     # the arm that goes on, as `longer`, until it has sampled as much as the dearest arm
+LONGER = 1.8      # times its steps
+RL = "--num-samples 8 --lr 1.5e-5 --kl-coef 0 --max-new-tokens 80 --eval-examples 200"
+VERDICTS = "--verifier-max-new-tokens 56"
+JUDGED = f"--verifier-tag {{ver}} {VERDICTS}"
+TRAINED = f"{VERDICTS} --warmup-steps 2 --verifier-balance --verifier-replay 0.5"
+TANGO = f"--recipe tango --verifier-tag {{ver}} {TRAINED}"
+FEW = "--num-labelled 200"
+OTHER = "--model-tag {other}"
+ARMS = {
+    LONG: "--recipe grpo",
+    "tango": TANGO,
+    "fixed_verifier": f"--recipe fixed_verifier {JUDGED}",
+    "gold_steps": "--recipe gold_steps",
+    # 200 problems have an answer, the others none
+    "few_grpo": f"--recipe grpo {FEW} --labelled-share 1",
+    "few_fixed": f"--recipe fixed_verifier {JUDGED} {FEW}",
+    "few_tango": f"{TANGO} {FEW}",
+    "few_ttrl": "--recipe ttrl",
+    "outcome_verifier": f"--recipe outcome_verifier --verifier-tag {{ver}} {TRAINED}",
+    "grpo_tenth": "--recipe grpo --negative-weight 0.1",
+    "grpo_both": "--recipe grpo --model-tag {both}",
+    "one_trunk": f"--recipe tango --verifier-head prompt --model-tag {{both}} --verifier-tag {{both}} {TRAINED}",
+    # another generator, rewarded by the verifier as SFT left it and as Tango did
+    "other_grpo": f"--recipe grpo {OTHER}",
+    "other_fixed": f"--recipe fixed_verifier {OTHER} {JUDGED}",
+    "other_tango": f"--recipe fixed_verifier {OTHER} --verifier-tag {{tango}}-ver --verifier-source rl {VERDICTS}",
+}
+PARTNERS = {**dict.fromkeys(["tango", "outcome_verifier"], "fixed_verifier"), "fixed_verifier": "grpo_tenth",
+            "gold_steps": "grpo_tenth", "few_fixed": "few_grpo", "few_tango": "few_fixed", "few_ttrl": "few_grpo",
+            "one_trunk": "grpo_both", "other_fixed": "other_grpo", "other_tango": "other_fixed"}
+SAMPLES = "--temperature 1 --num-samples 4 --max-problems 200"
+# what is scored by sampling: a metric of a run's last point, its words, the task of the score and its splits
+SCORED = {"gen/sampled_in": ("sampled, templates of training", "reasoning_gym", ("test_in",)),
+          "gen/sampled_out": ("sampled, unseen templates", "reasoning_gym", ("test_out",)),
+          "gen/sampled_words": ("sampled, word problems of people", "gsm8k", ("test_in", "test_out"))}
+WATCHED = {**{metric: words for metric, (words, *_) in SCORED.items()},
+           "gen/pass1_in": "greedy", "gen/pass1_out": "greedy, unseen templates",
+           "ver/balanced_acc_fixed": "balanced accuracy", "ver/step_f1_current": "step F1, current solutions",
+           "ver/outcome_f1_current": "outcome F1, current solutions",
+           "ver/wrong_steps_passed_current": "wrong steps passed, current solutions"}
+
+
+def imported() -> Job:
+    """The process that imports the model."""
+    return Job("import-smollm2", "runs/import_smollm2.sh", path_of("sft", "smollm2"), "meta_000000.json", "smollm2")
+
+
+def num_steps(args, arm: str) -> int:
+    return round(args.steps * LONGER) if arm == LONG else args.steps
+
+
+def experiment(args, arms: list[str]) -> Experiment:
+    """args: steps, examples (per step) and device_type."""
+    device = f"--device-type {args.device_type}"
+    starts = {name: Start("sft", f"{NAME}-{tag}", f"{SFT} {device} {flags}") for name, (tag, flags) in STARTS.items()}
+    common = (f"--seed {{seed}} {device} --model-tag {{gen}} {PROBLEMS} {RL} --examples-per-step {args.examples} "
+              f"--eval-every {args.steps}")
+    # the arm LONG is scored at the others' last step, too
+    saved = lambda arm: f"--save-every {args.steps // 2} --keep {0 if arm == LONG else 1}"
+    flags = {arm: f"{common} {saved(arm)} --num-steps {num_steps(args, arm)} {own}" for arm, own in ARMS.items()}
+    starts["tango"] = Start("run", f"{NAME}-tango-s{{seed}}", flags["tango"])
+    return Experiment(NAME, starts, {arm: flags[arm] for arm in arms})
+
+
+# Scores by sampling, after the runs
+
+def scored_steps(args, arm: str) -> list[int]:
+    return sorted({args.steps, num_steps(args, arm)})
+
+
+def folder_of(run: str, step: int) -> str:
+    return path_of("scores", f"{run}-{step}")
+
+
+def scorings(args, run: str) -> list[Job]:
+    """The processes that score the generator of a run, by its name."""
+    arm, seed = re.fullmatch(rf"{NAME}-(\w+)-s(\d+)", run).groups()
+    tasks = f"reasoning_gym|gsm8k --gsm8k-format lines --gsm8k-data {args.words}" if args.words else "reasoning_gym"
+    return [Job(f"score-{run}-{step}", "scripts.chat_eval", folder_of(run, step), "scores.json",
+                f"-i rl -g {run}-gen -s {step} --seed {seed} --device-type {args.device_type} {SAMPLES} -a {tasks} "
+                f"--out {folder_of(run, step)}/scores.json") for step in scored_steps(args, arm)]
+
+
+def scores_of(path: str) -> dict[str, float]:
+    """Metrics of a point from a file of chat_eval's scores, strict ones and lenient ones."""
+    tasks, found = read_json(path)["tasks"], {}
+    for metric, (_, task, splits) in SCORED.items():
+        if task in tasks:
+            of_splits = [tasks[task][split] for split in splits]
+            count = sum(scores["problems"] for scores in of_splits)
+            for name, ending in (("pass@1", ""), ("lenient", "_lenient")):
+                found[metric + ending] = sum(scores[name] * scores["problems"] for scores in of_splits) / count
+    return found
+
+
+def with_scores(args, run: Run) -> list[Run]:
+    """The run, its scores in its last point. Of the arm LONG two: up to the others' end, and all of it."""
+    rows = []
+    for step in scored_steps(args, run.arm):
+        points = [dict(point) for point in run.points if point["gen_step"] <= step]
+        path = os.path.join(folder_of(run.name, step), "scores.json")
+        points[-1] |= scores_of(path) if os.path.exists(path) else {}
+        rows.append(replace(run, points=points, arm=run.arm if step == args.steps else "longer"))
+    return rows
