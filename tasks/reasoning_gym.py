@@ -90,9 +90,15 @@ def result_of(line: str) -> Decimal | None:
     return results[-1] if results else None
 
 
-def is_right_line(line: str, known: set[Decimal]) -> bool:
-    """Whether all equations of a line hold and its result is a known number. A line without a number is right."""
-    return all(holds for *_, holds in line_equations(line)) and (result_of(line) in known or not numbers_in(line))
+def line_error(line: str, known: set[Decimal]) -> str | None:
+    """What is wrong with a line: "arithmetic" (an equation does not hold), "equation" (it holds, and its result is not
+    a known number) or "number" (that without an equation). None of a right line, and of one without a number."""
+    found = line_equations(line)
+    if not all(holds for *_, holds in found):
+        return "arithmetic"
+    if result_of(line) in known or not numbers_in(line):
+        return None
+    return "equation" if found else "number"
 
 
 def analysis_of(line: str, worked: str, is_right: bool) -> str:
@@ -319,11 +325,15 @@ class ReasoningGym:
         return read_answer(self.fmt, solution) if self.is_worded else self.fmt.answer(solution)
 
     def step_labels(self, problem: Problem, solution: str) -> list[bool]:
-        """Gold labels of the steps of gsm_symbolic (is_right_line). Known are the numbers of the worked solution."""
+        """Gold labels of the steps of gsm_symbolic."""
+        return [error is None for error in self.step_errors(problem, solution)]
+
+    def step_errors(self, problem: Problem, solution: str) -> list[str | None]:
+        """What is wrong with each step of gsm_symbolic (line_error). Known are the numbers of the worked solution."""
         if not self.is_worded:
             return []
         known = {value for line in self._lines(problem) for value in numbers_in(line)}
-        return [is_right_line(step, known) for step in self.fmt.step_bodies(solution)]
+        return [line_error(step, known) for step in self.fmt.step_bodies(solution)]
 
     def _lines(self, problem: Problem) -> list[str]:
         if not problem.answer:
