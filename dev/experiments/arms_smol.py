@@ -20,15 +20,16 @@ PROBLEMS = "--task reasoning_gym --reasoning-gym-format lines --reasoning-gym-mo
 SFT = (f"{PROBLEMS} --from-stage sft --examples-per-step 16 --micro-batch-tokens 4096 --embedding-lr 5e-4 "
        "--max-new-tokens 80 --keep 1")
 STARTS = {  # the tag, and flags of the SFT
-    "gen": ("s0", "--seed 0 --role generator --from-tag smollm2 --model-tag {tag} --num-steps 120"),
+    "gen": ("s0", "--seed 0 --role generator --from-tag smollm2 --model-tag {tag}"),
     # to judge a step the verifier works it out itself, so it starts from the generator
-    "ver": ("s0-ver", "--seed 0 --role verifier --from-tag {gen} --model-tag {gen} --num-steps 120 --num-sampled 512"),
+    "ver": ("s0-ver", "--seed 0 --role verifier --from-tag {gen} --model-tag {gen} --num-sampled 512"),
     # as many demonstrations of either role as the SFT of that role alone
-    "both": ("s0-both", "--seed 0 --role both --from-tag {gen} --model-tag {tag} --num-steps 120 --num-sampled 512 "
+    "both": ("s0-both", "--seed 0 --role both --from-tag {gen} --model-tag {tag} --num-sampled 512 "
                         "--examples-per-step 32"),
-    "other": ("s1", "--seed 1 --role generator --from-tag smollm2 --model-tag {tag} --num-steps 120"),
+    "other": ("s1", "--seed 1 --role generator --from-tag smollm2 --model-tag {tag}"),
 }
-STEPS = 60        # of the generator
+STEPS = 60        # of the generator in RL
+SFT_STEPS = 120   # of each SFT
 LONG = "grpo"     # the arm that goes on, as `longer`, until it has sampled as much as the dearest arm
 LONGER = 1.8      # times its steps
 RL = "--num-samples 8 --lr 1.5e-5 --kl-coef 0 --max-new-tokens 80 --eval-examples 200"
@@ -82,9 +83,10 @@ def num_steps(args, arm: str) -> int:
 
 
 def experiment(args, arms: list[str]) -> Experiment:
-    """args: steps, examples (per step) and device_type."""
+    """args: steps, sft_steps, examples (per step) and device_type."""
     device = f"--device-type {args.device_type}"
-    starts = {name: Start("sft", f"{NAME}-{tag}", f"{SFT} {device} {flags}") for name, (tag, flags) in STARTS.items()}
+    starts = {name: Start("sft", f"{NAME}-{tag}", f"{SFT} --num-steps {args.sft_steps} {device} {flags}")
+              for name, (tag, flags) in STARTS.items()}
     common = (f"--seed {{seed}} {device} --model-tag {{gen}} {PROBLEMS} {RL} --examples-per-step {args.examples} "
               f"--eval-every {args.steps}")
     # the arm LONG is scored at the others' last step, too

@@ -40,7 +40,7 @@ from nanochat.rl.report.report import (Run, change, check_comparable, paired, re
 from nanochat.storage.files import check_writable, make_folder, path_of
 
 OF_ARMS = ("task", "start", "steps", "dial", "settings")
-OF_SMOL = ("examples", "words", "device_type")
+OF_SMOL = ("sft_steps", "examples", "words", "device_type")
 # name: the flags that it has beside those of all, and the folder of its reports
 EXPERIMENTS = {"fig4": (OF_ARMS, "dev/curves"), "pays": (OF_ARMS, "dev/curves"),
                "selfplay": (("families",), "dev/curves/selfplay"), "verifiers": ((), "dev/curves/verifiers"),
@@ -62,6 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dial", help=f"of pays, one or more of: {', '.join(DIALS)}; default: all")
     parser.add_argument("--settings", help="of one dial; default: all")
     parser.add_argument("--families", help=f"of selfplay, one or more of: {', '.join(FAMILIES)}; default: all")
+    parser.add_argument("--sft-steps", type=at_least(1), help=f"of smol, of each SFT; default: {arms_smol.SFT_STEPS}")
     parser.add_argument("--examples", type=at_least(1), help="of smol: problems per step; default: 16")
     parser.add_argument("--words", help="of smol: a folder with train.jsonl and test.jsonl as GSM8K has them, of whose "
                         "test every run is scored too")
@@ -114,8 +115,8 @@ def tables_of_verifiers(args) -> list[Table]:
 
 def tables_of_smol(args) -> list[Table]:
     check_steps(args)
-    args.steps, args.examples = int(args.steps or arms_smol.STEPS), args.examples or 16
-    args.device_type = args.device_type or "cpu"
+    args.steps, args.sft_steps = int(args.steps or arms_smol.STEPS), args.sft_steps or arms_smol.SFT_STEPS
+    args.examples, args.device_type = args.examples or 16, args.device_type or "cpu"
     if args.words:
         args.words = os.path.abspath(args.words)
         for part in ("train", "test"):
