@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -360,10 +361,18 @@ def test_smollm2_is_scored_after_its_runs_and_grpo_also_after_as_many_tokens(wor
         "-20.0 ± 0.0")
     assert rows["longer", seen]["minus grpo"] == "+20.0 ± 0.0"
     assert rows["tango", seen]["minus grpo"] == "+30.0 ± 0.0" and rows["tango", seen]["minus longer"] == "+10.0 ± 0.0"
-    assert rows["-", words]["percent"] == "12.5 ± 0.0"  # Tango's, of 10 and 30 problems
+    assert rows["tango", words]["percent"] == "12.5 ± 0.0"  # of 10 and 30 problems
     values = {(row["arm"], row["metric"]): row["value"] for row in world.csv("smol")}
     assert values["tango", "gen/sampled_words_lenient"] == "0.3" and values["longer", "gen/sampled_in"] == "0.4"
     assert world.run(*flags)[0] == 0 and not world.calls("chat_eval")
+
+
+def test_the_last_steps_are_scored_where_their_problems_are_new():
+    records = [{"gen_step": k, "gen/rewards/outcome/mean": k / 100} for k in range(108)] + [{"ver_step": 1}]
+    made = Run("", "smol", "grpo", 1, {"args": {"num_labelled": 0}}, {}, [], records, [], ["generator"])
+    assert arms_smol.right_late(made, 60) == {"gen/right_late": pytest.approx(0.495)}  # steps 40 to 59
+    few = replace(made, config={"args": {"num_labelled": 200}})
+    assert arms_smol.right_late(few, 60) == {} == arms_smol.right_late(replace(made, records=[]), 60)
 
 
 def test_what_other_flags_made_is_refused_in_any_setting(world):

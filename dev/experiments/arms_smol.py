@@ -8,6 +8,7 @@ sampling: on the templates of training, on unseen ones, and on word problems of 
 import os
 import re
 from dataclasses import replace
+from statistics import mean
 
 from dev.experiments.arms import Experiment, Start
 from dev.experiments.jobs import Job
@@ -66,7 +67,10 @@ SAMPLES = "--temperature 1 --num-samples 4 --max-problems 200"
 SCORED = {"gen/sampled_in": ("sampled, templates of training", "reasoning_gym", ("test_in",)),
           "gen/sampled_out": ("sampled, unseen templates", "reasoning_gym", ("test_out",)),
           "gen/sampled_words": ("sampled, word problems of people", "gsm8k", ("test_in", "test_out"))}
-WATCHED = {**{metric: words for metric, (words, *_) in SCORED.items()},
+LATE = 20  # steps: their problems are new to every arm, and the same in all
+COMPARED = {"gen/right_late": f"sampled, problems of the last {LATE} steps",
+            **{metric: words for metric, (words, *_) in SCORED.items()}}
+WATCHED = {**COMPARED,
            "gen/pass1_in": "greedy", "gen/pass1_out": "greedy, unseen templates",
            "ver/balanced_acc_fixed": "balanced accuracy", "ver/step_f1_current": "step F1, current solutions",
            "ver/outcome_f1_current": "outcome F1, current solutions",
@@ -127,12 +131,19 @@ def scores_of(path: str) -> dict[str, float]:
     return found
 
 
+def right_late(run: Run, step: int) -> dict[str, float]:
+    """The share of right solutions over the last steps up to one; nothing where the same few problems come again."""
+    found = [record["gen/rewards/outcome/mean"] for record in run.records
+             if "gen/rewards/outcome/mean" in record and step - LATE <= record["gen_step"] < step]
+    return {} if run.config["args"].get("num_labelled") or not found else {"gen/right_late": mean(found)}
+
+
 def with_scores(args, run: Run) -> list[Run]:
     """The run, its scores in its last point. Of the arm LONG two: up to the others' end, and all of it."""
     rows = []
     for step in scored_steps(args, run.arm):
         points = [dict(point) for point in run.points if point["gen_step"] <= step]
         path = os.path.join(folder_of(run.name, step), "scores.json")
-        points[-1] |= scores_of(path) if os.path.exists(path) else {}
+        points[-1] |= right_late(run, step) | (scores_of(path) if os.path.exists(path) else {})
         rows.append(replace(run, points=points, arm=run.arm if step == args.steps else "longer"))
     return rows

@@ -125,7 +125,7 @@ def tables_of_smol(args) -> list[Table]:
     names = list(arms_smol.ARMS) if args.arms is None else chosen("arms", args.arms, arms_smol.ARMS)
     e = arms_smol.experiment(args, names)
     return [Table(e.name, [e], words="on SmolLM2-135M, two-step word problems", watched=arms_smol.WATCHED,
-                  compared=len(arms_smol.SCORED), partners=arms_smol.PARTNERS, longer="longer",
+                  compared=len(arms_smol.COMPARED), partners=arms_smol.PARTNERS, longer="longer",
                   alike=tuple(name for name in names if name != arms_smol.LONG),
                   scorings=lambda run: arms_smol.scorings(args, run),
                   rows=lambda run: arms_smol.with_scores(args, run))]

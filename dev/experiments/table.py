@@ -82,8 +82,8 @@ def rows_of(table: Table, arm: str, of_arm: dict[str, dict[int, Run]], seeds: li
     rows = []
     for metric, words in metrics.items():
         of = words if len(metrics) > 1 else "-"
-        rows.append([*([arm, *table.own(arm, list(mine))] if not rows else ["-"] * (1 + len(table.titles))), of,
-                     *compared_row(table, arm, of_arm, seeds, metric), *(of_all if not rows else ["-"] * len(of_all))])
+        own, last = (["-"] * len(table.titles), ["-"] * len(of_all)) if rows else (table.own(arm, list(mine)), of_all)
+        rows.append([arm, *own, of, *compared_row(table, arm, of_arm, seeds, metric), *last])
     return rows
 
 
