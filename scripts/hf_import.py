@@ -10,11 +10,12 @@ folder; the quantised ones of a GGUF file become float32.
     python -m scripts.hf_import --source ~/models/SmolLM2.gguf --model-tag smol               # from a GGUF file
 """
 import os
+from dataclasses import replace
 
 import torch
 
 from nanochat.checkpoint import check_loaded, list_steps, save_model
-from nanochat.cli import check_name, new_parser, script_main
+from nanochat.cli import at_least, check_name, new_parser, script_main
 from nanochat.common import BadInput, print0
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import find_folder, read_model
@@ -30,6 +31,8 @@ def make_parser():
                              "a model on the hub")
     parser.add_argument("--model-tag", required=True,
                         help="tag of the checkpoint; tango_rl takes <tag>-ver for the verifier")
+    parser.add_argument("--num-layers", type=at_least(0), default=0,
+                        help="its lowest layers alone, for a smaller model, which then needs SFT; 0 = all")
     return parser
 
 
@@ -59,6 +62,14 @@ def read_source(source: str) -> tuple[HFTokenizer, Decoder]:
     return HFTokenizer.load(folder), read_model(folder, torch.device("cpu"), torch.float32)
 
 
+def keep_layers(model: Decoder, num: int) -> None:
+    """Leaves a model its lowest layers alone. Raises BadInput where it has fewer."""
+    if num > model.config.n_layer:
+        raise BadInput(f"--num-layers {num}: the model has {model.config.n_layer}")
+    model.config = replace(model.config, n_layer=num)
+    model.windows, model.model.layers = model.windows[:num], model.model.layers[:num]
+
+
 def main(args) -> None:
     check_name("--model-tag", args.model_tag)
     if list_steps("sft", args.model_tag):
@@ -67,6 +78,8 @@ def main(args) -> None:
     tokenizer, model = read_source(args.source)
     tokenizer.check_model("model", model)
     check_loaded(model, args.source)
+    if args.num_layers:
+        keep_layers(model, args.num_layers)
     kept = keep_tokenizer(tokenizer, args.source)
     save_model("sft", args.model_tag, 0, model, {"imported_from": args.source, "tokenizer": kept.mark()})
     number = sum(p.numel() for p in model.parameters())

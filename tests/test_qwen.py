@@ -167,6 +167,12 @@ def test_transformers_opens_an_export(trained, trained_copy, tmp_path, role):
         assert (logits - theirs(ids).logits).abs().max() < 1e-5 < 1e-2 < (logits - at_start).abs().max()
     run(hf_import, "--source", folder, "--model-tag", "again")
     assert_same_weights(torch.load(path_of("sft", "again", "model_000000.pt"), weights_only=True), model.state_dict())
+    run(hf_import, "--source", folder, "--model-tag", "low", "--num-layers", 1)
+    from transformers import AutoConfig
+    low = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, num_hidden_layers=1))
+    low.load_state_dict({name: x for name, x in theirs.state_dict().items() if ".layers.1." not in name})
+    with torch.no_grad():
+        assert (model_of("sft", "low")(ids) - low(ids).logits).abs().max() < 1e-5
 
 
 def test_an_export_of_an_earlier_step_is_in_bf16_unless_told_otherwise(trained, trained_copy, tmp_path, capsys):
@@ -255,6 +261,7 @@ def test_weights_that_are_not_finite_are_not_imported(capsys, made_copy):
     (hf_import, ["--source", "random", "--model-tag", "c"], ["--model-tag c", "has a checkpoint already"]),
     (hf_import, ["--source", "other", "--model-tag", "d"], ["other", "its tokenizer is not the one in"]),
     (hf_import, ["--source", "nowhere", "--model-tag", "d"], ["nowhere", "no such folder"]),
+    (hf_import, ["--source", "random", "--model-tag", "d", "--num-layers", "3"], ["--num-layers 3", "has 2"]),
     (tango_rl, [*TANGO, "--calculator"], ["--calculator", "imported"]),
     (tango_rl, [*TANGO, "--verifier-tag", "own", "--recompute"], ["--recompute", "verifier is nanochat's own"]),
     (hf_export, ["--stage", "sft", "--model-tag", "own", "--to", "new"], ["--model-tag own", "nanochat's own model"]),
