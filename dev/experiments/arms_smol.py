@@ -30,10 +30,11 @@ STARTS = {  # the tag, and flags of the SFT
     "other": ("s1", "--seed 1 --role generator --from-tag smollm2 --model-tag {tag}"),
 }
 STEPS = 60        # of the generator in RL
+EXAMPLES = 8      # problems in each
 SFT_STEPS = 120   # of each SFT
 LONG = "grpo"     # the arm that goes on, as `longer`, until it has sampled as much as the dearest arm
 LONGER = 1.8      # times its steps
-RL = "--num-samples 8 --lr 1.5e-5 --kl-coef 0 --max-new-tokens 80 --eval-examples 200"
+RL = "--num-samples 8 --lr 1.5e-5 --kl-coef 0 --max-new-tokens 80 --eval-examples 100"
 VERDICTS = "--verifier-max-new-tokens 56"
 JUDGED = f"--verifier-tag {{ver}} {VERDICTS}"
 TRAINED = f"{VERDICTS} --warmup-steps 2 --verifier-balance --verifier-replay 0.5"
