@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--settings", help="of one dial; default: all")
     parser.add_argument("--families", help=f"of selfplay, one or more of: {', '.join(FAMILIES)}; default: all")
     parser.add_argument("--sft-steps", type=at_least(1), help=f"of smol, of each SFT; default: {arms_smol.SFT_STEPS}")
-    parser.add_argument("--examples", type=at_least(1), help=f"of smol: problems per step; default: {arms_smol.EXAMPLES}")
+    parser.add_argument("--examples", type=at_least(1), help=f"of smol: problems a step; default: {arms_smol.EXAMPLES}")
     parser.add_argument("--words", help="of smol: a folder with train.jsonl and test.jsonl as GSM8K has them, of whose "
                         "test every run is scored too")
     parser.add_argument("--device-type", choices=["cpu", "cuda"], help="of smol; default: cpu")
