@@ -115,6 +115,15 @@ def analysis_of(line: str, worked: str, is_right: bool) -> str:
     return f"{text}, not {found[-1][2] if found else PLAIN.findall(line)[-1]}"
 
 
+def is_right_analysis(analysis: str, step: str, worked: str) -> bool:
+    """Whether what a verifier writes about a step is right: its equations hold, and come to what the worked line comes
+    to, or else work out what stands in the step. "3*12=36, not 38" of "3 * 12 = 38 pens" is, "3*12=34, not 38" not."""
+    said = analysis.partition(", not ")[0]
+    found, lefts = line_equations(said), {left for left, *_ in line_equations(step)}
+    return all(holds for *_, holds in found) and bool(numbers_in(said)) and (
+        result_of(said) == result_of(worked) or any(left in lefts for left, *_ in found))
+
+
 def tidy(text: str) -> str:
     """Text without the zero that floats leave: "29.0*14=406.0" -> "29*14=406"."""
     return re.sub(r"(?<=[0-9])\.0(?![0-9])", "", text)
@@ -360,11 +369,21 @@ class ReasoningGym:
         """A demonstration for the verifier, with the outcome as its final verdict. Of gsm_symbolic: it works out each
         step itself, as the line of the worked solution with the same result or else the one in its place, and
         compares; its step verdicts are the gold labels. `rng` is not used. Raises BadInput."""
-        worked, verdict = self._lines(problem), self.check(problem, solution) is True
+        verdict = self.check(problem, solution) is True
         if not self.is_worded:
-            return judge_equations(self.fmt, solution, set(worked), verdict)
-        same, labels = {result_of(line): line for line in reversed(worked)}, self.step_labels(problem, solution)
-        steps = self.fmt.step_bodies(solution)
-        analyses = [analysis_of(step, same.get(result_of(step), worked[min(k, len(worked) - 1)]), label)
-                    for k, (step, label) in enumerate(zip(steps, labels, strict=True))]
+            return judge_equations(self.fmt, solution, set(self._lines(problem)), verdict)
+        labels = self.step_labels(problem, solution)
+        analyses = list(map(analysis_of, *self._beside_worked(problem, solution), labels))
         return self.fmt.render_verification(analyses, labels, verdict)
+
+    def _beside_worked(self, problem: Problem, solution: str) -> tuple[list[str], list[str]]:
+        """The steps of a solution, and the worked lines that they are compared with: one of the same result, or else
+        that in their place."""
+        worked, steps = self._lines(problem), self.fmt.step_bodies(solution)
+        same = {result_of(line): line for line in reversed(worked)}
+        return steps, [same.get(result_of(step), worked[min(k, len(worked) - 1)]) for k, step in enumerate(steps)]
+
+    def analysis_labels(self, problem: Problem, solution: str, analyses: list[str]) -> list[bool]:
+        """Whether what a verification says of each step of gsm_symbolic is right (is_right_analysis)."""
+        return [is_right_analysis(analysis, step, worked) for analysis, step, worked in zip(
+            analyses, *self._beside_worked(problem, solution), strict=False)] if self.is_worded else []

@@ -13,6 +13,7 @@ from nanochat.cli import script_main
 from nanochat.common import BadInput
 from nanochat.rl.records.outcomes import labels_of, lenient_outcomes, scores_of
 from nanochat.rl.records.prompts import parse_verification
+from nanochat.rl.report.judge_report import analyses_of
 from scripts import task_text
 from tasks import add_task_args, complete_task_args, make_task, task_flags
 from tasks.common import Problem, in_split, is_last_number
@@ -198,6 +199,26 @@ def test_a_verifier_works_out_a_line_and_says_what_is_wrong(line, said):
     right = gym.line_error(line, {Decimal(4), Decimal(8), Decimal(32)}) is None
     assert gym.analysis_of(line, "4 boxes * 8 eggs/box = 32 eggs", right) == said
     assert gym.analysis_of(line, "She has 32 eggs", right) == said.replace("4*8=", "")
+
+
+@pytest.mark.parametrize("said, is_right", [
+    ("4*8=32", True), ("32", True), ("8*4=32, not 36", True), ("4*9=36", True),  # the last is what stands in the step
+    ("4*8=34, not 36", False), ("4*9=38, not 36", False), ("4+8=12, not 36", False), ("36", False), ("", False),
+])
+def test_what_a_verifier_says_of_a_step_is_right_or_not(said, is_right):
+    assert gym.is_right_analysis(said, "She needs 4 * 9 = 36 eggs", "4 boxes * 8 eggs/box = 32 eggs") is is_right
+
+
+@EVERY_FORMAT
+def test_all_that_demonstrations_say_of_steps_is_right(task):
+    rng, wrong = random.Random(0), 0
+    for i in range(60):
+        problem = task.problem("sft", i)
+        solution = task.corrupted_solution(problem, rng)
+        said = analyses_of(task.fmt, task.verification_demo(problem, solution, rng))
+        assert all(task.analysis_labels(problem, solution, said)) and len(said) == len(task.fmt.step_spans(solution))
+        wrong += not all(task.step_labels(problem, solution))
+    assert wrong > 10
 
 
 @EVERY_FORMAT
