@@ -115,9 +115,10 @@ def scorings(args, run: str) -> list[Job]:
     """The processes that score the generator of a run, by its name."""
     arm, seed = re.fullmatch(rf"{NAME}-(\w+)-s(\d+)", run).groups()
     tasks = f"reasoning_gym|gsm8k --gsm8k-format lines --gsm8k-data {args.words}" if args.words else "reasoning_gym"
+    saved = lambda step: step if step < num_steps(args, arm) else -1  # turns have other numbers
     return [Job(f"score-{run}-{step}", "scripts.chat_eval", folder_of(run, step), "scores.json",
-                f"-i rl -g {run}-gen -s {step} --seed {seed} --device-type {args.device_type} {SAMPLES} -a {tasks} "
-                f"--out {folder_of(run, step)}/scores.json") for step in scored_steps(args, arm)]
+                f"-i rl -g {run}-gen -s {saved(step)} --seed {seed} --device-type {args.device_type} {SAMPLES} "
+                f"-a {tasks} --out {folder_of(run, step)}/scores.json") for step in scored_steps(args, arm)]
 
 
 def scores_of(path: str) -> dict[str, float]:
