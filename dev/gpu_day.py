@@ -38,10 +38,10 @@ ATTENTION = [*(f"results.{name}.{figure}" for name in ("ours", "sdpa", "flex")
              "results.decode: ours.gb_per_s", "results.decode: ours.percent_of_copy"]
 REFILL = "--depth 28 --n-embd 1536 --n-head 12 --n-kv-head 2 --vocab-size 32768 --dtype bfloat16 --rows 1024"
 
-# SmolLM2 comes from a package; where there is no registry it must have been imported
+# SmolLM2 comes from a package; where there is no registry it must have been imported into base of --out, as smollm2
 SMOL = "bash dev/experiments/run.sh smol --out $NANOCHAT_BASE_DIR/smol"
 
-APART = ["smol"]  # which takes all the time that there is; the arms in the order of their worth
+APART = ["smol"]  # which takes ten minutes; name it alone
 
 SLOWER = 3  # a rehearsal, on two cores, may take so many times the seconds of a stage
 
@@ -82,7 +82,7 @@ STAGES = {
               f"torchrun --standalone --nproc_per_node=2 scripts/tango_rl.py -- --run ranks --device-type cpu {RL} "
               "--shard", "step "),
     "smol": (600, f"JOBS=9 {SMOL} --device-type cuda --steps 40 --arms 'grpo tango fixed_verifier grpo_tenth'",
-             f"{SMOL} --sft-steps 2 --steps 2 --examples 2 --seeds 1 --arms grpo", "| grpo"),
+             f"{SMOL} --sft-steps 2 --steps 2 --examples 2 --seeds 1 --arms 'grpo tango'", "| tango | sampled"),
 }
 
 

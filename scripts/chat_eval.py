@@ -173,6 +173,8 @@ def check_args(args) -> None:
         raise BadInput(f"-n {args.num_samples}: greedy samples are all the same; give -t above 0")
     if args.out:
         check_writable(args.out)
+        if os.path.isdir(args.out):
+            raise BadInput(f"--out {args.out}: is a folder")
     if args.choices and not set(asked.split("|")) & set(CHOICE_SETS):
         raise BadInput(f"--choices {args.choices}: is for {', '.join(CHOICE_SETS)}, and -a names none of them")
 

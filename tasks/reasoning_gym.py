@@ -117,11 +117,13 @@ def analysis_of(line: str, worked: str, is_right: bool) -> str:
 
 def is_right_analysis(analysis: str, step: str, worked: str) -> bool:
     """Whether what a verifier writes about a step is right: its equations hold, and come to what the worked line comes
-    to, or else work out what stands in the step. "3*12=36, not 38" of "3 * 12 = 38 pens" is, "3*12=34, not 38" not."""
-    said = analysis.partition(", not ")[0]
-    found, lefts = line_equations(said), {left for left, *_ in line_equations(step)}
-    return all(holds for *_, holds in found) and bool(numbers_in(said)) and (
-        result_of(said) == result_of(worked) or any(left in lefts for left, *_ in found))
+    to, or work out an equation of the step that does not hold; and what it says to be wrong stands in the step. Of
+    "3 * 12 = 38 pens" that is so for "3*12=36, not 38", and not for "3*12=34, not 38"."""
+    said, _, instead_of = analysis.partition(", not ")
+    found, slips = line_equations(said), {left for left, *_, holds in line_equations(step) if not holds}
+    return (all(holds for *_, holds in found) and bool(numbers_in(said))
+            and set(numbers_in(instead_of)) <= set(numbers_in(step))
+            and (result_of(said) == result_of(worked) or any(left in slips for left, *_ in found)))
 
 
 def tidy(text: str) -> str:

@@ -74,6 +74,10 @@ def test_what_is_printed_can_be_kept_as_json(capsys, base):
         assert {title: percent(value, 1) for title, value in found.items()} == printed[name]
 
 
+def test_a_folder_is_no_file_for_scores(capsys, base):
+    assert "is a folder" in refused(capsys, chat_eval, "-i", "sft", "--out", str(base))
+
+
 def test_what_cannot_be_scored_is_counted(capsys, base, monkeypatch):
     check = Chain.check
     monkeypatch.setattr(Chain, "check", lambda self, problem, text: None if problem.index < 2 else

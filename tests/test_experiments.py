@@ -44,7 +44,7 @@ case $module in
     scripts.label_steps) mkdir -p "$out"
         echo '{"cost": {"tokens": 40000}, "solution_tokens": 9000}' > "$out/labels.summary.json" ;;
     scripts.chat_eval) mkdir -p "$out"
-        case $out in *tango*) right=0.5 ;; *-108) right=0.4 ;; *) right=0.2 ;; esac
+        case $out in *tango*) right=0.5 ;; *_108/*) right=0.4 ;; *) right=0.2 ;; esac
         one='{"problems": 10, "pass@1": '$right', "lenient": 0.9}' none='{"problems": 30, "pass@1": 0, "lenient": 0.1}'
         echo '{"tasks": {"reasoning_gym": {"test_in": '$one', "test_out": '$none'},
             "gsm8k": {"test_in": '$one', "test_out": '$none'}}}' > "$out/scores.json" ;;
@@ -342,35 +342,57 @@ def test_what_a_verifiers_training_came_to_and_arms_without_rewards_stand_in_a_c
     assert " --recipe think_rm_policy " in judge and "--verifier-tag verifiers-train_think_rm-s2-ver " in judge
 
 
-def test_smollm2_is_scored_after_its_runs_and_grpo_also_after_as_many_tokens(world):
+@pytest.fixture
+def smol(world):
+    """SmolLM2 stands there, as if it were imported; problems in GSM8K's form."""
     imported = world.base / "chatsft_checkpoints" / "smollm2"
     imported.mkdir(parents=True)
     (imported / "meta_000000.json").touch()
-    for part in ("train", "test"):
-        (world.base / f"{part}.jsonl").touch()
-    flags = ["smol", "--arms", "grpo tango", "--seeds", "1 2", "--words", str(world.base)]
-    assert world.run(*flags)[0] == 0
-    assert world.runs() == [f"smol-{arm}-s{seed}" for arm in ("grpo", "tango") for seed in (1, 2)]
-    scored = world.calls("chat_eval")
-    assert [re.findall(r"-g (\S+) -s (\S+)", call)[0] for call in scored] == [
-        ("smol-grpo-s1-gen", "60"), ("smol-grpo-s1-gen", "-1"), ("smol-grpo-s2-gen", "60"),
-        ("smol-grpo-s2-gen", "-1"), ("smol-tango-s1-gen", "-1"), ("smol-tango-s2-gen", "-1")]
-    rows = {(row["arm"], row["of"]): row for row in world.table("smol")}
-    seen, words = "sampled, templates of training", "sampled, word problems of people"
-    assert rows["grpo", seen]["percent, seeds 1 2"] == "20.0 20.0" and rows["grpo", seen]["minus longer"] == (
-        "-20.0 ± 0.0")
-    assert rows["longer", seen]["minus grpo"] == "+20.0 ± 0.0"
-    assert rows["tango", seen]["minus grpo"] == "+30.0 ± 0.0" and rows["tango", seen]["minus longer"] == "+10.0 ± 0.0"
-    assert rows["tango", words]["percent"] == "12.5 ± 0.0"  # of 10 and 30 problems
-    values = {(row["arm"], row["metric"]): row["value"] for row in world.csv("smol")}
+    for part, more in (("train", 100), ("test", 0)):
+        rows = [{"question": f"What is {k + more} + 1?", "answer": f"{k + more}+1={k + more + 1}\n#### {k + more + 1}"}
+                for k in range(40)]
+        (world.base / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return world
+
+
+def test_smollm2_is_scored_after_its_runs_and_grpo_also_after_as_many_tokens(smol):
+    flags = ["smol", "--arms", "grpo tango one_trunk", "--seeds", "1 2"]
+    assert smol.run(*flags)[0] == 0
+    assert smol.runs() == [f"smol-{arm}-s{seed}" for arm in ("grpo", "tango", "one_trunk") for seed in (1, 2)]
+    assert [re.findall(r"-g (\S+) -s (\S+) .*-a (\S+)", call)[0] for call in smol.calls("chat_eval")][:5] == [
+        ("smol-grpo-s1-gen", "60", "reasoning_gym"), ("smol-grpo-s1-gen", "-1", "reasoning_gym"),
+        ("smol-grpo-s2-gen", "60", "reasoning_gym"), ("smol-grpo-s2-gen", "-1", "reasoning_gym"),
+        ("smol-tango-s1-gen", "-1", "reasoning_gym")]
+    rows = {(row["arm"], row["of"]): row for row in smol.table("smol")}
+    seen, form = "sampled, templates of training", "sampled, problems in GSM8K's form"
+    grpo, longer, tango = (rows[arm, seen] for arm in ("grpo", "longer", "tango"))
+    assert grpo["percent, seeds 1 2"] == "20.0 20.0" and grpo["minus longer"] == "-20.0 ± 0.0"
+    assert longer["minus grpo"] == "+20.0 ± 0.0" and ("tango", form) not in rows
+    assert tango["minus grpo"] == "+30.0 ± 0.0" and tango["minus longer"] == "+10.0 ± 0.0"
+    assert smol.run(*flags, "--gsm8k-data", str(smol.base))[0] == 0 and smol.runs() == []
+    assert {re.findall(r"-a (\S+)", call)[0] for call in smol.calls("chat_eval")} == {"gsm8k"}
+    rows = {(row["arm"], row["of"]): row for row in smol.table("smol")}
+    assert rows["tango", form]["percent"] == "12.5 ± 0.0"  # of 10 and 30 problems
+    values = {(row["arm"], row["metric"]): row["value"] for row in smol.csv("smol")}
     assert values["tango", "gen/sampled_words_lenient"] == "0.3" and values["longer", "gen/sampled_in"] == "0.4"
-    assert world.run(*flags)[0] == 0 and not world.calls("chat_eval")
+    assert smol.run(*flags, "--gsm8k-data", str(smol.base))[0] == 0 and not smol.calls("chat_eval")
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda base: (base / "test.jsonl").unlink(), "test.jsonl"),
+    (lambda base: (base / "train.jsonl").write_text("{}\n"), "train.jsonl"),
+    (lambda base: (base / "test.jsonl").write_text((base / "test.jsonl").read_text().split("\n")[0]), "no problem is"),
+])
+def test_problems_that_nothing_can_be_scored_on_are_refused_before_any_run(smol, change, words):
+    change(smol.base)
+    code, _, err = smol.run("smol", "--gsm8k-data", str(smol.base))
+    assert code == 2 and words in err and err.count("\n") == 1 and not (smol.base / "logs").exists()
 
 
 def test_the_last_steps_are_scored_where_their_problems_are_new():
     records = [{"gen_step": k, "gen/rewards/outcome/mean": k / 100} for k in range(108)] + [{"ver_step": 1}]
     made = Run("", "smol", "grpo", 1, {"args": {"num_labelled": 0}}, {}, [], records, [], ["generator"])
-    assert arms_smol.right_late(made, 60) == {"gen/right_late": pytest.approx(0.495)}  # steps 40 to 59
+    assert arms_smol.right_late(made, 60) == {"gen/right_late": pytest.approx(0.495)}  # of steps 40 to 59
     few = replace(made, config={"args": {"num_labelled": 200}})
     assert arms_smol.right_late(few, 60) == {} == arms_smol.right_late(replace(made, records=[]), 60)
 
@@ -446,7 +468,7 @@ def test_a_signal_stops_the_run_and_starts_nothing_new(world, name):
     (["selfplay", "--families", "nobody"], ["--families nobody", "no_labels"]),
     (["selfplay", "--families", "votes kernel", "--arms", "ttrl"], ["of which family"]),
     (["verifiers", "--arms", "orm nobody"], ["--arms nobody", "prm_gold"]),
-    (["smol", "--words", "nowhere"], ["--words ", "has no train.jsonl"]), (["--words", "x"], ["--words: fig4"]),
+    (["smol", "--gsm8k-data", "a b"], ["with spaces"]), (["--gsm8k-data", "x"], ["--gsm8k-data: fig4"]),
 ])
 def test_what_there_is_not_is_one_line(world, flags, words):
     code, out, err = world.run(*flags)

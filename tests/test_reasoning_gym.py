@@ -201,12 +201,16 @@ def test_a_verifier_works_out_a_line_and_says_what_is_wrong(line, said):
     assert gym.analysis_of(line, "She has 32 eggs", right) == said.replace("4*8=", "")
 
 
-@pytest.mark.parametrize("said, is_right", [
-    ("4*8=32", True), ("32", True), ("8*4=32, not 36", True), ("4*9=36", True),  # the last is what stands in the step
-    ("4*8=34, not 36", False), ("4*9=38, not 36", False), ("4+8=12, not 36", False), ("36", False), ("", False),
+@pytest.mark.parametrize("step, said, is_right", [
+    ("4 * 9 = 36", "4*8=32", True), ("4 * 9 = 36", "32", True), ("4 * 9 = 36", "8*4=32, not 36", True),
+    ("4 * 9 = 36", "4*9=36", False),                                       # the mistake, copied
+    ("4 * 9 = 36", "8*4=32, not 34", False),                               # what does not stand there
+    ("4 * 9 = 36", "4*8=34, not 36", False), ("4 * 9 = 36", "4+8=12, not 36", False),
+    ("4 * 9 = 36", "36", False), ("4 * 9 = 36", "", False),
+    ("4 * 9 = 38", "4*9=36, not 38", True), ("4 * 9 = 38", "4*9=38", False), ("4 * 9 = 38", "4*9=37, not 38", False),
 ])
-def test_what_a_verifier_says_of_a_step_is_right_or_not(said, is_right):
-    assert gym.is_right_analysis(said, "She needs 4 * 9 = 36 eggs", "4 boxes * 8 eggs/box = 32 eggs") is is_right
+def test_what_a_verifier_says_of_a_step_is_right_or_not(step, said, is_right):
+    assert gym.is_right_analysis(said, f"She needs {step} eggs", "4 boxes * 8 eggs/box = 32 eggs") is is_right
 
 
 @EVERY_FORMAT

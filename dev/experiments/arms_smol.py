@@ -3,8 +3,9 @@ Does co-training pay on a language model? The comparison on SmolLM2-135M as data
 
 The problems are those of runs/smol.sh, two-step word problems of gsm_symbolic. A seed is one of RL: of its problems,
 its samples and its held-out problems. Arms stand in the order of their worth. run.py runs them, and scores each by
-sampling: on the templates of training, on unseen ones, and on word problems of another source (--words).
+sampling: on the templates of training, on unseen ones, and on problems in GSM8K's form (--gsm8k-data).
 """
+import argparse
 import os
 import re
 from dataclasses import replace
@@ -12,9 +13,11 @@ from statistics import mean
 
 from dev.experiments.arms import Experiment, Start
 from dev.experiments.jobs import Job
+from nanochat.common import BadInput
 from nanochat.hf.files import read_json
 from nanochat.rl.report.report import Run
 from nanochat.storage.files import path_of
+from tasks import make_task, task_flags
 
 NAME = "smol"
 PROBLEMS = "--task reasoning_gym --reasoning-gym-format lines --reasoning-gym-most-lines 2"
@@ -24,7 +27,7 @@ STARTS = {  # the tag, and flags of the SFT
     "gen": ("s0", "--seed 0 --role generator --from-tag smollm2 --model-tag {tag}"),
     # to judge a step the verifier works it out itself, so it starts from the generator
     "ver": ("s0-ver", "--seed 0 --role verifier --from-tag {gen} --model-tag {gen} --num-sampled 512"),
-    # as many demonstrations of either role as the SFT of that role alone
+    # after the generator's, as many demonstrations again of either role
     "both": ("s0-both", "--seed 0 --role both --from-tag {gen} --model-tag {tag} --num-sampled 512 "
                         "--examples-per-step 32"),
     "other": ("s1", "--seed 1 --role generator --from-tag smollm2 --model-tag {tag}"),
@@ -39,6 +42,7 @@ VERDICTS = "--verifier-max-new-tokens 56"
 JUDGED = f"--verifier-tag {{ver}} {VERDICTS}"
 TRAINED = f"{VERDICTS} --warmup-steps 2 --verifier-balance --verifier-replay 0.5"
 TANGO = f"--recipe tango --verifier-tag {{ver}} {TRAINED}"
+LIGHT = "--recipe grpo --negative-weight 0.1"  # the weight of wrong answers that arms with a verifier have
 FEW = "--num-labelled 200"
 OTHER = "--model-tag {other}"
 ARMS = {
@@ -46,34 +50,31 @@ ARMS = {
     "tango": TANGO,
     "fixed_verifier": f"--recipe fixed_verifier {JUDGED}",
     "gold_steps": "--recipe gold_steps",
-    # 200 problems have an answer, the others none
-    "few_grpo": f"--recipe grpo {FEW} --labelled-share 1",
+    # 200 problems have an answer, the others none; in the last arm none at all
+    "few_grpo": f"{LIGHT} {FEW} --labelled-share 1",
     "few_fixed": f"--recipe fixed_verifier {JUDGED} {FEW}",
     "few_tango": f"{TANGO} {FEW}",
-    "few_ttrl": "--recipe ttrl",
+    "ttrl": "--recipe ttrl --num-votes 8",
     "outcome_verifier": f"--recipe outcome_verifier --verifier-tag {{ver}} {TRAINED}",
-    "grpo_tenth": "--recipe grpo --negative-weight 0.1",
-    "grpo_both": "--recipe grpo --model-tag {both}",
+    "grpo_tenth": LIGHT,
+    "grpo_both": f"{LIGHT} --model-tag {{both}}",
     "one_trunk": f"--recipe tango --verifier-head prompt --model-tag {{both}} --verifier-tag {{both}} {TRAINED}",
     # another generator, rewarded by the verifier as SFT left it and as Tango did
-    "other_grpo": f"--recipe grpo {OTHER}",
+    "other_grpo": f"{LIGHT} {OTHER}",
     "other_fixed": f"--recipe fixed_verifier {OTHER} {JUDGED}",
     "other_tango": f"--recipe fixed_verifier {OTHER} --verifier-tag {{tango}}-ver --verifier-source rl {VERDICTS}",
 }
 PARTNERS = {**dict.fromkeys(["tango", "outcome_verifier"], "fixed_verifier"), "fixed_verifier": "grpo_tenth",
-            "gold_steps": "grpo_tenth", "few_fixed": "few_grpo", "few_tango": "few_fixed", "few_ttrl": "few_grpo",
+            "gold_steps": "grpo_tenth", "few_fixed": "few_grpo", "few_tango": "few_fixed", "ttrl": "few_grpo",
             "one_trunk": "grpo_both", "other_fixed": "other_grpo", "other_tango": "other_fixed"}
-SAMPLES = "--temperature 1 --num-samples 4 --max-problems 200"
+SAMPLES = "--temperature 1 --num-samples 8 --max-problems 200"
 # what is scored by sampling: a metric of a run's last point, its words, the task of the score and its splits
 SCORED = {"gen/sampled_in": ("sampled, templates of training", "reasoning_gym", ("test_in",)),
           "gen/sampled_out": ("sampled, unseen templates", "reasoning_gym", ("test_out",)),
-          "gen/sampled_words": ("sampled, word problems of people", "gsm8k", ("test_in", "test_out"))}
-LATE = 20  # steps: their problems are new to every arm, and the same in all
-COMPARED = {"gen/right_late": f"sampled, problems of the last {LATE} steps",
-            **{metric: words for metric, (words, *_) in SCORED.items()}}
-WATCHED = {**COMPARED,
-           "gen/pass1_in": "greedy", "gen/pass1_out": "greedy, unseen templates",
-           "ver/balanced_acc_fixed": "balanced accuracy", "ver/step_f1_current": "step F1, current solutions",
+          "gen/sampled_words": ("sampled, problems in GSM8K's form", "gsm8k", ("test_in", "test_out"))}
+WATCHED = {"gen/pass1_in": "greedy", "gen/pass1_out": "greedy, unseen templates",
+           "gen/right_late": "sampled, last third of training", "ver/balanced_acc_fixed": "balanced accuracy",
+           "ver/step_f1_current": "step F1, current solutions",
            "ver/outcome_f1_current": "outcome F1, current solutions",
            "ver/wrong_steps_passed_current": "wrong steps passed, current solutions"}
 
@@ -95,7 +96,7 @@ def experiment(args, arms: list[str]) -> Experiment:
     common = (f"--seed {{seed}} {device} --model-tag {{gen}} {PROBLEMS} {RL} --examples-per-step {args.examples} "
               f"--eval-every {args.steps}")
     # the arm LONG is scored at the others' last step, too
-    saved = lambda arm: f"--save-every {args.steps // 2} --keep {0 if arm == LONG else 1}"
+    saved = lambda arm: f"--save-every {args.steps} --keep 0" if arm == LONG else "--save-every 30 --keep 1"
     flags = {arm: f"{common} {saved(arm)} --num-steps {num_steps(args, arm)} {own}" for arm, own in ARMS.items()}
     starts["tango"] = Start("run", f"{NAME}-tango-s{{seed}}", flags["tango"])
     return Experiment(NAME, starts, {arm: flags[arm] for arm in arms})
@@ -107,36 +108,50 @@ def scored_steps(args, arm: str) -> list[int]:
     return sorted({args.steps, num_steps(args, arm)})
 
 
-def folder_of(run: str, step: int) -> str:
-    return path_of("scores", f"{run}-{step}")
+def folder_of(run: str, step: int, task: str) -> str:
+    return path_of("runs", run, f"scores_{step}", task)
 
 
 def scorings(args, run: str) -> list[Job]:
     """The processes that score the generator of a run, by its name."""
     arm, seed = re.fullmatch(rf"{NAME}-(\w+)-s(\d+)", run).groups()
-    tasks = f"reasoning_gym|gsm8k --gsm8k-format lines --gsm8k-data {args.words}" if args.words else "reasoning_gym"
     saved = lambda step: step if step < num_steps(args, arm) else -1  # turns have other numbers
-    return [Job(f"score-{run}-{step}", "scripts.chat_eval", folder_of(run, step), "scores.json",
-                f"-i rl -g {run}-gen -s {saved(step)} --seed {seed} --device-type {args.device_type} {SAMPLES} "
-                f"-a {tasks} --out {folder_of(run, step)}/scores.json") for step in scored_steps(args, arm)]
+    tasks = {"reasoning_gym": f"-a reasoning_gym {SAMPLES}"}
+    if args.gsm8k_data:
+        tasks["gsm8k"] = f"-a gsm8k {SAMPLES} --num-samples 4 --gsm8k-format lines --gsm8k-data {args.gsm8k_data}"
+    return [Job(f"score-{run}-{step}-{task}", "scripts.chat_eval", folder_of(run, step, task), "scores.json",
+                f"-i rl -g {run}-gen -s {saved(step)} --seed {seed} --device-type {args.device_type} {flags} "
+                f"--out {folder_of(run, step, task)}/scores.json")
+            for step in scored_steps(args, arm) for task, flags in tasks.items()]
 
 
-def scores_of(path: str) -> dict[str, float]:
-    """Metrics of a point from a file of chat_eval's scores, strict ones and lenient ones."""
-    tasks, found = read_json(path)["tasks"], {}
+def check_data(folder: str) -> None:
+    """Raises BadInput for problems that no run could be scored on."""
+    if len(folder.split()) != 1:
+        raise BadInput(f"--gsm8k-data {folder}: cannot be a path with spaces here")
+    flags = task_flags() | {"task": "gsm8k", "seed": 0, "gsm8k_format": "lines", "gsm8k_data": folder}
+    task = make_task(argparse.Namespace(**flags))
+    for split in SCORED["gen/sampled_words"][2]:
+        task.num_problems(split)  # refuses to have none
+
+
+def scores_of(run: str, step: int) -> dict[str, float]:
+    """Metrics of a point from chat_eval's scores, strict ones and lenient ones."""
+    found = {}
     for metric, (_, task, splits) in SCORED.items():
-        if task in tasks:
-            of_splits = [tasks[task][split] for split in splits]
-            count = sum(scores["problems"] for scores in of_splits)
-            for name, ending in (("pass@1", ""), ("lenient", "_lenient")):
-                found[metric + ending] = sum(scores[name] * scores["problems"] for scores in of_splits) / count
+        path = os.path.join(folder_of(run, step, task), "scores.json")
+        of_splits = [read_json(path)["tasks"][task][split] for split in splits] if os.path.exists(path) else []
+        for name, ending in (("pass@1", ""), ("lenient", "_lenient")) if of_splits else ():
+            found[metric + ending] = (sum(scores[name] * scores["problems"] for scores in of_splits)
+                                      / sum(scores["problems"] for scores in of_splits))
     return found
 
 
 def right_late(run: Run, step: int) -> dict[str, float]:
-    """The share of right solutions over the last steps up to one; nothing where the same few problems come again."""
+    """The share of right solutions in the last third of the steps up to one, of problems that are new but for arms with
+    few labels, which have no such number. They are not the same in all arms: a verifier's steps use some up."""
     found = [record["gen/rewards/outcome/mean"] for record in run.records
-             if "gen/rewards/outcome/mean" in record and step - LATE <= record["gen_step"] < step]
+             if "gen/rewards/outcome/mean" in record and step * 2 // 3 <= record["gen_step"] < step]
     return {} if run.config["args"].get("num_labelled") or not found else {"gen/right_late": mean(found)}
 
 
@@ -145,7 +160,6 @@ def with_scores(args, run: Run) -> list[Run]:
     rows = []
     for step in scored_steps(args, run.arm):
         points = [dict(point) for point in run.points if point["gen_step"] <= step]
-        path = os.path.join(folder_of(run.name, step), "scores.json")
-        points[-1] |= right_late(run, step) | (scores_of(path) if os.path.exists(path) else {})
+        points[-1] |= right_late(run, step) | scores_of(run.name, step)
         rows.append(replace(run, points=points, arm=run.arm if step == args.steps else "longer"))
     return rows

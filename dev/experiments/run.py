@@ -40,7 +40,7 @@ from nanochat.rl.report.report import (Run, change, check_comparable, paired, re
 from nanochat.storage.files import check_writable, make_folder, path_of
 
 OF_ARMS = ("task", "start", "steps", "dial", "settings")
-OF_SMOL = ("sft_steps", "examples", "words", "device_type")
+OF_SMOL = ("sft_steps", "examples", "gsm8k_data", "device_type")
 # name: the flags that it has beside those of all, and the folder of its reports
 EXPERIMENTS = {"fig4": (OF_ARMS, "dev/curves"), "pays": (OF_ARMS, "dev/curves"),
                "selfplay": (("families",), "dev/curves/selfplay"), "verifiers": ((), "dev/curves/verifiers"),
@@ -64,8 +64,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--families", help=f"of selfplay, one or more of: {', '.join(FAMILIES)}; default: all")
     parser.add_argument("--sft-steps", type=at_least(1), help=f"of smol, of each SFT; default: {arms_smol.SFT_STEPS}")
     parser.add_argument("--examples", type=at_least(1), help=f"of smol: problems a step; default: {arms_smol.EXAMPLES}")
-    parser.add_argument("--words", help="of smol: a folder with train.jsonl and test.jsonl as GSM8K has them, of whose "
-                        "test every run is scored too")
+    parser.add_argument("--gsm8k-data", help="of smol: a folder with train.jsonl and test.jsonl in GSM8K's form, on "
+                        "whose test every run is scored too")
     parser.add_argument("--device-type", choices=["cpu", "cuda"], help="of smol; default: cpu")
     parser.add_argument("--out", help="folder of the reports; a dial's is in a folder of its name there; default: "
                         "dev/curves, of selfplay and verifiers a folder of that name there")
@@ -117,16 +117,16 @@ def tables_of_smol(args) -> list[Table]:
     check_steps(args)
     args.steps, args.sft_steps = int(args.steps or arms_smol.STEPS), args.sft_steps or arms_smol.SFT_STEPS
     args.examples, args.device_type = args.examples or arms_smol.EXAMPLES, args.device_type or "cpu"
-    if args.words:
-        args.words = os.path.abspath(args.words)
-        for part in ("train", "test"):
-            if not os.path.isfile(os.path.join(args.words, f"{part}.jsonl")):
-                raise BadInput(f"--words {args.words}: has no {part}.jsonl")
+    if args.gsm8k_data:
+        args.gsm8k_data = os.path.abspath(args.gsm8k_data)
+        arms_smol.check_data(args.gsm8k_data)
     names = list(arms_smol.ARMS) if args.arms is None else chosen("arms", args.arms, arms_smol.ARMS)
     e = arms_smol.experiment(args, names)
+    # others start from another model, or make more steps
+    alike = tuple(name for name in names if name != arms_smol.LONG and "--model-tag" not in arms_smol.ARMS[name])
     return [Table(e.name, [e], words="on SmolLM2-135M, two-step word problems", watched=arms_smol.WATCHED,
-                  compared=len(arms_smol.COMPARED), partners=arms_smol.PARTNERS, longer="longer",
-                  alike=tuple(name for name in names if name != arms_smol.LONG),
+                  compared={metric: words for metric, (words, *_) in arms_smol.SCORED.items()},
+                  partners=arms_smol.PARTNERS, longer="longer", alike=alike,
                   scorings=lambda run: arms_smol.scorings(args, run),
                   rows=lambda run: arms_smol.with_scores(args, run))]
 
@@ -266,7 +266,8 @@ def main(args) -> None:
     if args.list:
         print0("\n".join(listed(args, stages, seeds[0])))
         return
-    for job in itertools.chain(*stages):
+    scorings = {job: [score for table in tables for score in table.scorings(job.name)] for job in stages[-1]}
+    for job in itertools.chain(*stages, *scorings.values()):
         check_made_alike(job)
     folders = args.out or EXPERIMENTS[args.experiment][1], log_of("")
     for folder in folders:
@@ -277,9 +278,8 @@ def main(args) -> None:
     if not all(carry_out_all(stage, at_once) for stage in [[first()], *stages[:-1]]):
         sys.exit(1)  # what comes next starts from it
     is_whole, models = carry_out_all(stages[-1], at_once), models_of(stages[-1])
-    scorings = [score for table in tables for job in stages[-1] if models[job].is_done()
-                for score in table.scorings(job.name)]
-    is_whole &= carry_out_all(scorings, at_once)
+    is_whole &= carry_out_all([score for job, scores in scorings.items() if models[job].is_done() for score in scores],
+                              at_once)
     command = shlex.join(["bash", "dev/experiments/run.sh", *sys.argv[1:]])
     minutes = (time.time() - started) // 60
     first_line = f"`{command}`: {minutes:.0f} minutes, {at_once} runs at a time; what was finished was not run again."

@@ -22,20 +22,20 @@ WATCHED = {"gen/pass1_in": "pass@1", "gen/pass1_out": "pass@1, longer problems",
 
 
 class Table(NamedTuple):
-    """What a table is about. name: of its file; folder: below --out; words: what it compares; watched: metrics, of
-    which the first `compared` are compared; all_metrics: the csv and the curves have those of every report, too;
-    partners: another arm to compare an arm with; longer: the baseline with as many tokens as the dearest arm, where an
-    arm's curve does not tell where it was at the baseline's; titles, own: columns of its own, and their texts for an
-    arm and its seeds; scorings: (a run's name) -> jobs that score it when it is finished; rows: (run) -> the runs that
-    it is in the table; alike: arms whose runs must be comparable by their flags; training: (seeds) -> the runs that
-    trained what the arms use, whose points go into <name>_training.csv."""
+    """What a table is about. name: of its file; folder: below --out; words: what it compares; watched: metrics that are
+    shown, first and last; compared: those that are compared, by default the first of these; all_metrics: the csv and
+    the curves have those of every report, too; partners: another arm to compare an arm with; longer: the baseline with
+    as many tokens as the dearest arm, where an arm's curve does not tell where it was at the baseline's; titles, own:
+    columns of its own, and their texts for an arm and its seeds; scorings: (a run's name) -> jobs that score it when it
+    is finished; rows: (run) -> the runs that it is in the table; alike: arms whose runs must be comparable by their
+    flags; training: (seeds) -> the runs that trained what the arms use, whose points go into <name>_training.csv."""
     name: str
     experiments: list[Experiment]
     folder: str = ""
     words: str = ""
     baseline: str = "grpo"
     watched: dict[str, str] = WATCHED
-    compared: int = 1
+    compared: dict[str, str] = {}
     all_metrics: bool = True
     partners: dict[str, str] = {}
     longer: str = ""
@@ -59,11 +59,11 @@ def by_seed(values: dict[int, float | None], seeds: list[int]) -> str:
 
 def compared_of(table: Table) -> dict[str, str]:
     """The metrics that are compared, and their words."""
-    return dict(list(table.watched.items())[: table.compared])
+    return table.compared or dict(list(table.watched.items())[:1])
 
 
 def titles_of(table: Table, seeds: list[int]) -> list[str]:
-    words = "percent" if table.compared > 1 else next(iter(table.watched.values()))
+    words = "percent" if table.compared else next(iter(table.watched.values()))
     at_its_tokens = table.longer or f"{table.baseline} at its tokens"
     return ["setting", "arm", *table.titles, "of", f"{words}, seeds {' '.join(map(str, seeds))}", words,
             f"minus {table.baseline}", "minus its partner", f"minus {at_its_tokens}", "share of the oracle's gain",
@@ -81,7 +81,9 @@ def rows_of(table: Table, arm: str, of_arm: dict[str, dict[int, Run]], seeds: li
               f"{tokens / 1e6:.2f}M"]
     rows = []
     for metric, words in metrics.items():
-        of = words if len(metrics) > 1 else "-"
+        if table.compared and not any(metric in run.points[-1] for runs in of_arm.values() for run in runs.values()):
+            continue  # such as of a test that was not given
+        of = words if table.compared else "-"
         own, last = (["-"] * len(table.titles), ["-"] * len(of_all)) if rows else (table.own(arm, list(mine)), of_all)
         rows.append([arm, *own, of, *compared_row(table, arm, of_arm, seeds, metric), *last])
     return rows

@@ -6,7 +6,6 @@ recipe tango or fixed_verifier logged, in the first and the last third of the ge
 """
 import argparse
 from collections import Counter
-from itertools import zip_longest
 
 from nanochat.cli import script_main
 from nanochat.common import BadInput, print0
@@ -31,7 +30,7 @@ def task_of(run: Run):
     args = argparse.Namespace(**dict.fromkeys([*task_flags(), "task", "seed"]))
     complete_task_args(args, run.config["args"], run.name)
     task = make_task(args)
-    if not hasattr(task, "step_errors"):
+    if not (hasattr(task, "step_errors") and getattr(task, "has_step_labels", True)):
         raise BadInput(f"{run.name}: task {task.name} does not name the errors of steps")
     return task
 
@@ -60,8 +59,8 @@ def judged_steps(run: Run) -> list[tuple]:
         errors = task.step_errors(problem, row["solution"])
         said = parse_verification(task.fmt, row["verification"], len(errors))
         reasons = rationales_of(task, problem, row["solution"], said)
-        for error, verdict, reason in zip_longest(errors, aligned(said.step_verdicts, len(errors)), reasons):
-            steps.append((third, error or "right", verdict, reason))
+        verdicts = aligned(said.step_verdicts, len(errors))
+        steps += [(third, error or "right", *told) for error, *told in zip(errors, verdicts, reasons, strict=True)]
     return steps
 
 
