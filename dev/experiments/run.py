@@ -10,7 +10,7 @@ Runs an experiment: arms that start from the same SFT checkpoints, seed by seed;
 
 fig4: arms that differ in one thing. pays: when does co-training pay? The same arms at the settings of a dial. selfplay:
 self-play, teams, own judges, missing labels, tools, each beside the baseline of its family. verifiers: each is trained,
-judges the same solutions, and rewards the same generator. smol: the main arms on SmolLM2-135M. arms.py and arms_*.py
+judges the same solutions, and rewards the same generator. smol: SmolLM2-135M on word problems. arms.py and arms_*.py
 say what there is. A run is one process, JOBS of them at a time (default: the number of cores). What is finished is
 reused, what was interrupted goes on.
 """
@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", help=f"of fig4, one of: {', '.join(TASKS)}; default: chain")
     parser.add_argument("--start", help="of fig4: sft (default), or refine: after it a second SFT, of second attempts")
     parser.add_argument("--steps", help="of the generator, in fig4, pays and smol; default: the task's, the setting's, "
-                        f"of smol {arms_smol.STEPS}")
+                        f"of smol {arms_smol.STEPS}; smol's GRPO goes on for {arms_smol.LONGER} times as many")
     parser.add_argument("--dial", help=f"of pays, one or more of: {', '.join(DIALS)}; default: all")
     parser.add_argument("--settings", help="of one dial; default: all")
     parser.add_argument("--families", help=f"of selfplay, one or more of: {', '.join(FAMILIES)}; default: all")
@@ -68,9 +68,9 @@ def make_parser() -> argparse.ArgumentParser:
                         "whose test every run is scored too")
     parser.add_argument("--device-type", choices=["cpu", "cuda"], help="of smol; default: cpu")
     parser.add_argument("--out", help="folder of the reports; a dial's is in a folder of its name there; default: "
-                        "dev/curves, of selfplay and verifiers a folder of that name there")
+                        "dev/curves, of selfplay, verifiers and smol a folder of that name there")
     parser.add_argument("--list", nargs="?", const="flags", help="print the flags of every arm of fig4 or pays, or of "
-                        f"every process of selfplay or verifiers, or a list of arms ({', '.join(LISTS)}), and stop")
+                        f"every process of the others, or a list of arms ({', '.join(LISTS)}), and stop")
     flags = [flag for flag in parser._option_string_actions if flag not in ("-h", "--help")]
     parser.explain = lambda message: f"{message} (there are {', '.join(flags)})"
     return parser
