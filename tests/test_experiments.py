@@ -359,10 +359,12 @@ def test_smollm2_is_scored_after_its_runs_and_grpo_also_after_as_many_tokens(smo
     flags = ["smol", "--arms", "grpo tango one_trunk", "--seeds", "1 2"]
     assert smol.run(*flags)[0] == 0
     assert smol.runs() == [f"smol-{arm}-s{seed}" for arm in ("grpo", "tango", "one_trunk") for seed in (1, 2)]
-    assert [re.findall(r"-g (\S+) -s (\S+) .*-a (\S+)", call)[0] for call in smol.calls("chat_eval")][:5] == [
-        ("smol-grpo-s1-gen", "60", "reasoning_gym"), ("smol-grpo-s1-gen", "-1", "reasoning_gym"),
-        ("smol-grpo-s2-gen", "60", "reasoning_gym"), ("smol-grpo-s2-gen", "-1", "reasoning_gym"),
-        ("smol-tango-s1-gen", "-1", "reasoning_gym")]
+    scored = [call.partition(" --temperature 1 ")[0] for call in smol.calls("chat_eval")]
+    end = "--device-type cpu -a reasoning_gym"
+    assert scored == [f"{which} --seed {seed} {end}" for arm in ("grpo", "tango", "one_trunk") for seed in (1, 2)
+                      for which in (f"-i sft -g smol-s0{'-both' * (arm == 'one_trunk')}",
+                                    f"-i rl -g smol-{arm}-s{seed}-gen -s 60", f"-i rl -g smol-{arm}-s{seed}-gen")
+                      if (arm, which[:6]) != ("tango", "-i sft") and (arm == "grpo" or "-s 60" not in which)]
     rows = {(row["arm"], row["of"]): row for row in smol.table("smol")}
     seen, form = "sampled, templates of training", "sampled, problems in GSM8K's form"
     grpo, longer, tango = (rows[arm, seen] for arm in ("grpo", "longer", "tango"))

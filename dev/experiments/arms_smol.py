@@ -9,6 +9,7 @@ import argparse
 import os
 import re
 from dataclasses import replace
+from itertools import product
 from statistics import mean
 
 from dev.experiments.arms import Experiment, Start
@@ -108,21 +109,34 @@ def scored_steps(args, arm: str) -> list[int]:
     return sorted({args.steps, num_steps(args, arm)})
 
 
-def folder_of(run: str, step: int, task: str) -> str:
-    return path_of("runs", run, f"scores_{step}", task)
+def start_of(arm: str) -> str:
+    """The tag of the generator's start."""
+    name, = re.findall(r"--model-tag \{(\w+)\}", ARMS[arm]) or ["gen"]
+    return f"{NAME}-{STARTS[name][0]}"
+
+
+def folder_of(arm: str, seed: int | str, step: int, task: str) -> str:
+    """That of a generator's scores after these steps of a run; those of its start serve all arms of a seed."""
+    if step == 0:
+        return path_of("scores", f"{start_of(arm)}-problems_{seed}", task)
+    return path_of("runs", f"{NAME}-{arm}-s{seed}", f"scores_{step}", task)
 
 
 def scorings(args, run: str) -> list[Job]:
-    """The processes that score the generator of a run, by its name."""
+    """The processes that score the generator of a run, given by its name, and its start."""
     arm, seed = re.fullmatch(rf"{NAME}-(\w+)-s(\d+)", run).groups()
-    saved = lambda step: step if step < num_steps(args, arm) else -1  # turns have other numbers
     tasks = {"reasoning_gym": f"-a reasoning_gym {SAMPLES}"}
     if args.gsm8k_data:
         tasks["gsm8k"] = f"-a gsm8k {SAMPLES} --num-samples 4 --gsm8k-format lines --gsm8k-data {args.gsm8k_data}"
-    return [Job(f"score-{run}-{step}-{task}", "scripts.chat_eval", folder_of(run, step, task), "scores.json",
-                f"-i rl -g {run}-gen -s {saved(step)} --seed {seed} --device-type {args.device_type} {flags} "
-                f"--out {folder_of(run, step, task)}/scores.json")
-            for step in scored_steps(args, arm) for task, flags in tasks.items()]
+    jobs = []
+    for step, (task, flags) in product([0, *scored_steps(args, arm)], tasks.items()):
+        folder = folder_of(arm, seed, step, task)
+        saved = f"-s {step}" if step < num_steps(args, arm) else ""  # the last one's number is that of all turns
+        which = f"-i rl -g {run}-gen {saved}" if step else f"-i sft -g {start_of(arm)}"
+        jobs.append(Job("score-" + "-".join(folder.split(os.sep)[-3:]), "scripts.chat_eval", folder, "scores.json",
+                        " ".join(f"{which} --seed {seed} --device-type {args.device_type} {flags} "
+                                 f"--out {folder}/scores.json".split())))
+    return jobs
 
 
 def check_data(folder: str) -> None:
@@ -135,11 +149,11 @@ def check_data(folder: str) -> None:
         task.num_problems(split)  # refuses to have none
 
 
-def scores_of(run: str, step: int) -> dict[str, float]:
+def scores_of(arm: str, seed: int, step: int) -> dict[str, float]:
     """Metrics of a point from chat_eval's scores, strict ones and lenient ones."""
     found = {}
     for metric, (_, task, splits) in SCORED.items():
-        path = os.path.join(folder_of(run, step, task), "scores.json")
+        path = os.path.join(folder_of(arm, seed, step, task), "scores.json")
         of_splits = [read_json(path)["tasks"][task][split] for split in splits] if os.path.exists(path) else []
         for name, ending in (("pass@1", ""), ("lenient", "_lenient")) if of_splits else ():
             found[metric + ending] = (sum(scores[name] * scores["problems"] for scores in of_splits)
@@ -156,10 +170,12 @@ def right_late(run: Run, step: int) -> dict[str, float]:
 
 
 def with_scores(args, run: Run) -> list[Run]:
-    """The run, its scores in its last point. Of the arm LONG two: up to the others' end, and all of it."""
+    """The run, with scores in its first and its last point. Of the arm LONG two: up to the others' end, and all of
+    it."""
     rows = []
     for step in scored_steps(args, run.arm):
         points = [dict(point) for point in run.points if point["gen_step"] <= step]
-        points[-1] |= right_late(run, step) | scores_of(run.name, step)
+        points[0] |= scores_of(run.arm, run.seed, 0)
+        points[-1] |= right_late(run, step) | scores_of(run.arm, run.seed, step)
         rows.append(replace(run, points=points, arm=run.arm if step == args.steps else "longer"))
     return rows

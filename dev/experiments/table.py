@@ -62,12 +62,17 @@ def compared_of(table: Table) -> dict[str, str]:
     return table.compared or dict(list(table.watched.items())[:1])
 
 
+def shown_of(table: Table) -> dict[str, str]:
+    """The metrics whose first and last values are shown."""
+    return {**table.compared, **table.watched}
+
+
 def titles_of(table: Table, seeds: list[int]) -> list[str]:
     words = "percent" if table.compared else next(iter(table.watched.values()))
     at_its_tokens = table.longer or f"{table.baseline} at its tokens"
     return ["setting", "arm", *table.titles, "of", f"{words}, seeds {' '.join(map(str, seeds))}", words,
             f"minus {table.baseline}", "minus its partner", f"minus {at_its_tokens}", "share of the oracle's gain",
-            *(f"{words}, first -> last" for words in table.watched.values()), "tokens"]
+            *(f"{words}, first -> last" for words in shown_of(table).values()), "tokens"]
 
 
 def rows_of(table: Table, arm: str, of_arm: dict[str, dict[int, Run]], seeds: list[int]) -> list[list[str]]:
@@ -75,7 +80,7 @@ def rows_of(table: Table, arm: str, of_arm: dict[str, dict[int, Run]], seeds: li
     first: means over seeds of the first and the last value; of what is measured per step, up to the first evaluation
     and from the last but one to the last."""
     mine, metrics = of_arm[arm], compared_of(table)
-    curves = [[curve(run, metric, "sampled_tokens")[1] for run in mine.values()] for metric in table.watched]
+    curves = [[curve(run, metric, "sampled_tokens")[1] for run in mine.values()] for metric in shown_of(table)]
     tokens = mean(run.points[-1]["sampled_tokens"] for run in mine.values())
     of_all = [*(change([(values[0], values[-1]) for values in found if values]) for found in curves),
               f"{tokens / 1e6:.2f}M"]
