@@ -60,6 +60,7 @@ ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupEr
           ValueError)
 
 UNIT = re.compile(r"(?<=[0-9%])(?:[ /](?!x\b)[A-Za-z][A-Za-z'’-]*){1,8}(?= ?[-–−+*/x×÷=)])")
+UNKNOWN = re.compile(r"(?<=[0-9]) ?\+ ?[A-Z]\b")
 SHOWN_RESULT = re.compile(r"(?<==)(?: ?\$?)([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?)")
 MANY_DECIMALS = re.compile(r"\.[0-9]{5}")
 PLAIN = re.compile(r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
@@ -68,8 +69,10 @@ PLAIN = re.compile(r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 # Lines and their equations
 
 def without_units(line: str) -> str:
-    """A line without the words between numbers and signs: "12 balls * €6/ball = €72" -> "12 * $6 = $72"."""
-    line = re.sub(r"(?<=\() +| +(?=\))", "", UNIT.sub("", re.sub("[€£]", "$", line)))
+    """A line without the words between numbers and signs, and without an unknown that is added on both sides: "12 balls
+    * €6/ball = €72" -> "12 * $6 = $72", "70 + 43 + T = 113 + T = 219" -> "70 + 43 = 113 = 219"."""
+    line = UNKNOWN.sub("", re.sub("[€£]", "$", line))
+    line = re.sub(r"(?<=\() +| +(?=\))", "", UNIT.sub("", line))
     return re.sub(r"(?<=[0-9])\((?=[0-9])", "*(", line)  # 2(11) is a product
 
 

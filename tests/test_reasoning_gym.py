@@ -180,6 +180,7 @@ def test_equations_are_found_among_units(line, found):
     ("First 4 * 8 = 33, then 40 - 8 = 32", "arithmetic"),
     ("There are 4 - 12 = -8 left", "equation"), ("It is 4 / 4 * 8% = 8%", None),
     ("It is 2 * 4 = 10 - 2", "equation"),
+    ("She has 3 + 1 + T = 4 + T = 32 eggs", None), ("She has 3 + 1 + T = 8 + T = 32 eggs", "arithmetic"),
     ("So she has 32 eggs", None), ("So she has 33 eggs", "number"),
     ("So she is done", None),
     ("", None),
