@@ -85,7 +85,7 @@ if [ -e "$IMPORTED" ] && [ -e "$SOURCE" ] && [ -n "$(find -L "$SOURCE" -newer "$
     echo "SOURCE=$SOURCE: has changed since it was imported: give another NANOCHAT_BASE_DIR than $NANOCHAT_BASE_DIR" >&2
     exit 2
 fi
-bash runs/import_smollm2.sh "$NAME" "$SOURCE"
+bash runs/import_smollm2.sh "$NAME" ${SOURCE:+--source "$SOURCE"}
 
 SFT=(--from-stage sft --model-tag "$TAG" $DEVICE --resume-from-step auto "${PROBLEMS[@]}" --examples-per-step 16
     --micro-batch-tokens 4096 --embedding-lr $SFT_LR --max-new-tokens $TOKENS --keep 1)

@@ -15,8 +15,8 @@ from nanochat.rl.credit.rewards import CREDIT as CREDITS
 
 
 class Start(NamedTuple):
-    """A process that others start from. kind: sft, labels (of label_steps) or run; tag: of its checkpoint, of the
-    folder of its labels, or the run's name."""
+    """A process that others start from. kind: import (of SmolLM2), sft, labels (of label_steps) or run; tag: of its
+    checkpoint, of the folder of its labels, or the run's name."""
     kind: str
     tag: str
     flags: str

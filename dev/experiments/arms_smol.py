@@ -24,14 +24,18 @@ NAME = "smol"
 PROBLEMS = "--task reasoning_gym --reasoning-gym-format lines --reasoning-gym-most-lines 2"
 SFT = (f"{PROBLEMS} --from-stage sft --examples-per-step 16 --micro-batch-tokens 4096 --embedding-lr 5e-4 "
        "--max-new-tokens 80 --keep 1")
+IMPORTS = {"smollm2": "", "low": "--num-layers 15"}  # of 30
 STARTS = {  # the tag, and flags of the SFT
-    "gen": ("s0", "--seed 0 --role generator --from-tag smollm2 --model-tag {tag}"),
+    "gen": ("s0", "--seed 0 --role generator --from-tag {smollm2} --model-tag {tag}"),
     # to judge a step the verifier works it out itself, so it starts from the generator
     "ver": ("s0-ver", "--seed 0 --role verifier --from-tag {gen} --model-tag {gen} --num-sampled 512"),
     # after the generator's, as many demonstrations again of either role
     "both": ("s0-both", "--seed 0 --role both --from-tag {gen} --model-tag {tag} --num-sampled 512 "
                         "--examples-per-step 32"),
-    "other": ("s1", "--seed 1 --role generator --from-tag smollm2 --model-tag {tag}"),
+    "other": ("s1", "--seed 1 --role generator --from-tag {smollm2} --model-tag {tag}"),
+    # half of the layers
+    "low_gen": ("low-s0", "--seed 0 --role generator --from-tag {low} --model-tag {tag}"),
+    "low_ver": ("low-s0-ver", "--seed 0 --role verifier --from-tag {low_gen} --model-tag {low_gen} --num-sampled 512"),
 }
 STEPS = 60        # of the generator in RL
 EXAMPLES = 8      # problems in each
@@ -60,14 +64,27 @@ ARMS = {
     "grpo_tenth": LIGHT,
     "grpo_both": f"{LIGHT} --model-tag {{both}}",
     "one_trunk": f"--recipe tango --verifier-head prompt --model-tag {{both}} --verifier-tag {{both}} {TRAINED}",
+    # a verifier with half of the generator's layers, and a generator with half of the verifier's
+    "small_fixed": f"--recipe fixed_verifier --verifier-tag {{low_ver}} {VERDICTS}",
+    "small_tango": f"--recipe tango --verifier-tag {{low_ver}} {TRAINED}",
+    "low_grpo": f"{LIGHT} --model-tag {{low_gen}}",
+    "low_fixed": f"--recipe fixed_verifier --model-tag {{low_gen}} {JUDGED}",
+    "low_tango": f"{TANGO} --model-tag {{low_gen}}",
+    # remedies: alpha follows the verifier's skill, or the verifier changes little
+    "tango_by_j": f"{TANGO} --weigh-by-j",
+    "tango_gentle": f"{TANGO} --verifier-lr 5e-6",
     # another generator, rewarded by the verifier as SFT left it and as Tango did
     "other_grpo": f"{LIGHT} {OTHER}",
     "other_fixed": f"--recipe fixed_verifier {OTHER} {JUDGED}",
     "other_tango": f"--recipe fixed_verifier {OTHER} --verifier-tag {{tango}}-ver --verifier-source rl {VERDICTS}",
 }
-PARTNERS = {**dict.fromkeys(["tango", "outcome_verifier"], "fixed_verifier"), "fixed_verifier": "grpo_tenth",
-            "gold_steps": "grpo_tenth", "few_fixed": "few_grpo", "few_tango": "few_fixed", "ttrl": "few_grpo",
-            "one_trunk": "grpo_both", "other_fixed": "other_grpo", "other_tango": "other_fixed"}
+PARTNERS = {
+    **dict.fromkeys(["tango", "outcome_verifier", "small_fixed"], "fixed_verifier"),
+    **dict.fromkeys(["fixed_verifier", "gold_steps"], "grpo_tenth"),
+    **dict.fromkeys(["tango_by_j", "tango_gentle"], "tango"),
+    "few_fixed": "few_grpo", "few_tango": "few_fixed", "ttrl": "few_grpo", "one_trunk": "grpo_both",
+    "small_tango": "small_fixed", "low_fixed": "low_grpo", "low_tango": "low_fixed",
+    "other_fixed": "other_grpo", "other_tango": "other_fixed"}
 SAMPLES = "--temperature 1 --num-samples 8 --max-problems 200"
 # what is scored by sampling: a metric of a run's last point, its words, the task of the score and its splits
 SCORED = {"gen/sampled_in": ("sampled, templates of training", "reasoning_gym", ("test_in",)),
@@ -80,11 +97,6 @@ WATCHED = {"gen/pass1_in": "greedy", "gen/pass1_out": "greedy, unseen templates"
            "ver/wrong_steps_passed_current": "wrong steps passed, current solutions"}
 
 
-def imported() -> Job:
-    """The process that imports the model."""
-    return Job("import-smollm2", "runs/import_smollm2.sh", path_of("sft", "smollm2"), "meta_000000.json", "smollm2")
-
-
 def num_steps(args, arm: str) -> int:
     return round(args.steps * LONGER) if arm == LONG else args.steps
 
@@ -92,8 +104,10 @@ def num_steps(args, arm: str) -> int:
 def experiment(args, arms: list[str]) -> Experiment:
     """args: steps, sft_steps, examples (per step) and device_type."""
     device = f"--device-type {args.device_type}"
-    starts = {name: Start("sft", f"{NAME}-{tag}", f"{SFT} --num-steps {args.sft_steps} {device} {flags}")
-              for name, (tag, flags) in STARTS.items()}
+    starts = {name: Start("import", name if name == "smollm2" else f"smollm2-{name}", f"{{tag}} {flags}")
+              for name, flags in IMPORTS.items()}
+    starts |= {name: Start("sft", f"{NAME}-{tag}", f"{SFT} --num-steps {args.sft_steps} {device} {flags}")
+               for name, (tag, flags) in STARTS.items()}
     common = (f"--seed {{seed}} {device} --model-tag {{gen}} {PROBLEMS} {RL} --examples-per-step {args.examples} "
               f"--eval-every {args.steps}")
     # the arm LONG is scored at the others' last step, too

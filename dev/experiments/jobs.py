@@ -60,6 +60,8 @@ def job_of(e: Experiment, start: Start, seed: str) -> Job:
     flags = " ".join(start.flags.format(seed=seed, tag=name_of(start), **names).split())
     if start.kind == "run":
         return Job(tag, "scripts.tango_rl", path_of("runs", tag), "summary.json", flags)
+    if start.kind == "import":
+        return Job(f"import-{tag}", "runs/import_smollm2.sh", path_of("sft", tag), "meta_000000.json", flags)
     if start.kind == "labels":
         return Job(f"labels-{tag.partition('-')[2]}", "scripts.label_steps", path_of("labels", tag),
                    "labels.summary.json", flags)
@@ -124,7 +126,7 @@ def check_made_alike(job: Job) -> None:
     """Raises BadInput where a job's folder was made with other flags: than were written down, or where that is gone,
     than its config.json has. And where it was continued by hand to another number of steps."""
     path, config = log_of(f"{job.name}.flags"), os.path.join(job.folder, "config.json")
-    if not os.path.isdir(job.folder):
+    if not os.path.isdir(job.folder) or job.module.endswith(".sh"):  # smol.sh imports the same
         return
     is_noted = os.path.isfile(path)
     if is_noted:

@@ -135,10 +135,6 @@ TABLES = {"fig4": tables_of_arms, "pays": tables_of_arms, "selfplay": tables_of_
           "verifiers": tables_of_verifiers, "smol": tables_of_smol}
 
 
-def tokenizer() -> Job:
-    return Job("tokenizer", "scripts.tok_train", path_of("tokenizer"), "tokenizer.pkl", "--task chain")
-
-
 def jobs_at_once() -> int:
     """JOBS, or the number of cores. Raises BadInput."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -274,8 +270,10 @@ def main(args) -> None:
         check_writable(folder)
     for folder in folders:
         make_folder(folder)
-    first, started = arms_smol.imported if args.experiment == "smol" else tokenizer, time.time()
-    if not all(carry_out_all(stage, at_once) for stage in [[first()], *stages[:-1]]):
+    tokenizer = Job("tokenizer", "scripts.tok_train", path_of("tokenizer"), "tokenizer.pkl", "--task chain")
+    first = [tokenizer] if args.experiment != "smol" else []  # that of SmolLM2 is imported with it
+    started = time.time()
+    if not all(carry_out_all(stage, at_once) for stage in [first, *stages[:-1]]):
         sys.exit(1)  # what comes next starts from it
     is_whole, models = carry_out_all(stages[-1], at_once), models_of(stages[-1])
     is_whole &= carry_out_all([score for job, scores in scorings.items() if models[job].is_done() for score in scores],
