@@ -111,9 +111,11 @@ def scores_of(rows: list[list], n: int) -> dict[str, float]:
 def print_rows(name: str, rows: list[list], n: int) -> dict[str, float]:
     """Prints a line of these rows' scores. -> `scores_of`, and how many problems, and samples not scored, there are"""
     scores, counts = scores_of(rows, n), {"problems": len(rows), "unscorable": sum(row[5] for row in rows)}
-    known = sum(len(row[6]) for row in rows)  # of which the lenient score is
-    few = {"lenient": f" of {known}" * (known < n * len(rows))}
-    parts = [f"{title} {100 * value:5.1f}%{few.get(title, '')}" for title, value in scores.items()]
+    known = sum(len(row[6]) for row in rows)  # samples that the lenient score is of
+    shown = {title: f"{title} {100 * value:5.1f}%" for title, value in scores.items()}
+    if 0 < known < n * len(rows):
+        shown["lenient"] += f" of {known}"
+    parts = list(shown.values())
     if counts["unscorable"]:
         parts.append(f"{counts['unscorable']} cannot be scored and count as wrong")
     print0(f"{name:40s} {len(rows):5d} problems | {' | '.join(parts)}")

@@ -69,8 +69,8 @@ PLAIN = re.compile(r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 # Lines and their equations
 
 def without_units(line: str) -> str:
-    """A line without the words between numbers and signs, and without an unknown that is added on both sides: "12 balls
-    * €6/ball = €72" -> "12 * $6 = $72", "70 + 43 + T = 113 + T = 219" -> "70 + 43 = 113 = 219"."""
+    """A line without the words between numbers and signs, and without an unknown that is added: "12 balls * €6/ball =
+    €72" -> "12 * $6 = $72", "70 + 43 + T = 113 + T = 219" -> "70 + 43 = 113 = 219"."""
     line = UNKNOWN.sub("", re.sub("[€£]", "$", line))
     line = re.sub(r"(?<=\() +| +(?=\))", "", UNIT.sub("", line))
     return re.sub(r"(?<=[0-9])\((?=[0-9])", "*(", line)  # 2(11) is a product

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -392,14 +391,6 @@ def test_problems_that_nothing_can_be_scored_on_are_refused_before_any_run(smol,
     change(smol.base)
     code, _, err = smol.run("smol", "--gsm8k-data", str(smol.base))
     assert code == 2 and words in err and err.count("\n") == 1 and not (smol.base / "logs").exists()
-
-
-def test_the_last_steps_are_scored_where_their_problems_are_new():
-    records = [{"gen_step": k, "gen/rewards/outcome/mean": k / 100} for k in range(108)] + [{"ver_step": 1}]
-    made = Run("", "smol", "grpo", 1, {"args": {"num_labelled": 0}}, {}, [], records, [], ["generator"])
-    assert arms_smol.right_late(made, 60) == {"gen/right_late": pytest.approx(0.495)}  # of steps 40 to 59
-    few = replace(made, config={"args": {"num_labelled": 200}})
-    assert arms_smol.right_late(few, 60) == {} == arms_smol.right_late(replace(made, records=[]), 60)
 
 
 def test_what_other_flags_made_is_refused_in_any_setting(world):

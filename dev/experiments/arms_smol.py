@@ -10,7 +10,6 @@ import os
 import re
 from dataclasses import replace
 from itertools import product
-from statistics import mean
 
 from dev.experiments.arms import Experiment, Start
 from dev.experiments.jobs import Job
@@ -91,8 +90,7 @@ SCORED = {"gen/sampled_in": ("sampled, templates of training", "reasoning_gym", 
           "gen/sampled_out": ("sampled, unseen templates", "reasoning_gym", ("test_out",)),
           "gen/sampled_words": ("sampled, problems in GSM8K's form", "gsm8k", ("test_in", "test_out"))}
 WATCHED = {"gen/pass1_in": "greedy", "gen/pass1_out": "greedy, unseen templates",
-           "gen/right_late": "sampled, last third of training", "ver/balanced_acc_fixed": "balanced accuracy",
-           "ver/step_f1_current": "step F1, current solutions",
+           "ver/balanced_acc_fixed": "balanced accuracy", "ver/step_f1_current": "step F1, current solutions",
            "ver/outcome_f1_current": "outcome F1, current solutions",
            "ver/wrong_steps_passed_current": "wrong steps passed, current solutions"}
 
@@ -175,21 +173,12 @@ def scores_of(arm: str, seed: int, step: int) -> dict[str, float]:
     return found
 
 
-def right_late(run: Run, step: int) -> dict[str, float]:
-    """The share of right solutions in the last third of the steps up to one, of problems that are new but for arms with
-    few labels, which have no such number. They are not the same in all arms: a verifier's steps use some up."""
-    found = [record["gen/rewards/outcome/mean"] for record in run.records
-             if "gen/rewards/outcome/mean" in record and step * 2 // 3 <= record["gen_step"] < step]
-    return {} if run.config["args"].get("num_labelled") or not found else {"gen/right_late": mean(found)}
-
-
 def with_scores(args, run: Run) -> list[Run]:
-    """The run, with scores in its first and its last point. Of the arm LONG two: up to the others' end, and all of
-    it."""
+    """The run, with scores in its first and last point. Of the arm LONG two: up to the others' end, and all of it."""
     rows = []
     for step in scored_steps(args, run.arm):
         points = [dict(point) for point in run.points if point["gen_step"] <= step]
         points[0] |= scores_of(run.arm, run.seed, 0)
-        points[-1] |= right_late(run, step) | scores_of(run.arm, run.seed, step)
+        points[-1] |= scores_of(run.arm, run.seed, step)
         rows.append(replace(run, points=points, arm=run.arm if step == args.steps else "longer"))
     return rows

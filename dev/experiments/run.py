@@ -122,8 +122,9 @@ def tables_of_smol(args) -> list[Table]:
         arms_smol.check_data(args.gsm8k_data)
     names = list(arms_smol.ARMS) if args.arms is None else chosen("arms", args.arms, arms_smol.ARMS)
     e = arms_smol.experiment(args, names)
-    # others start from another model, or make more steps
-    alike = tuple(name for name in names if name != arms_smol.LONG and "--model-tag" not in arms_smol.ARMS[name])
+    # others make more steps, or start from another model
+    alike = tuple(name for name in names if name != arms_smol.LONG
+                  and arms_smol.start_of(name) == arms_smol.start_of(arms_smol.LONG))
     return [Table(e.name, [e], words="on SmolLM2-135M, two-step word problems", watched=arms_smol.WATCHED,
                   compared={metric: words for metric, (words, *_) in arms_smol.SCORED.items()},
                   partners=arms_smol.PARTNERS, longer="longer", alike=alike,

@@ -3,8 +3,8 @@
 # process of one thread, JOBS of them at a time: as many as there are cores, unless set. Finished runs are reused,
 # interrupted ones go on. All of it is in NANOCHAT_BASE_DIR, unless set ~/.cache/nanochat-tango-fig4 (fig4 and pays),
 # -selfplay, -verifiers or -smollm2. On 2 cores three seeds of fig4 take 40 minutes (chain) to two hours (mixture), a
-# seed of pays 45 minutes, selfplay and three seeds of verifiers two to three hours each. Of smol a seed of GRPO, a fixed
-# verifier and Tango takes an hour and a half, and a run up to 7 GB of memory.
+# seed of pays 45 minutes, selfplay and three seeds of verifiers two to three hours each. Of smol a seed of
+# GRPO, a fixed verifier and Tango takes an hour and a half after SFTs of half an hour, a run up to 7 GB of memory.
 #   bash dev/experiments/run.sh --help        # all flags, and examples
 #   bash dev/experiments/run.sh --list flags  # the flags of every arm; selfplay --list: of every process
 set -euo pipefail
