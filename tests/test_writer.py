@@ -260,7 +260,8 @@ def test_a_file_that_cannot_be_removed_is_told_counted_and_tried_again(base, mon
     assert len(refused) == 2 and out.count("WARNING: 1 files of old checkpoints cannot be removed, first ") == 2
     assert f"{refused[0]}: Permission denied" in out
     assert files_of(base) == set_of(4) and os.path.exists(base / "runs" / "r" / "summary.json")
-    assert sum(record.get("old_files_left", 0) for record in records(base, "r")) == 2
+    # one or two records have it: what is left is written down beside the steps, and two may fall before one record
+    assert {record["old_files_left"] for record in records(base, "r") if "old_files_left" in record} == {1}
 
 
 def dropped(folder, kept: int, last: int, needed: set[int]) -> tuple[set[str], Run]:
