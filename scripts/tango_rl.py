@@ -100,6 +100,7 @@ def carry_out(t: Play, recipe) -> None:
         drop_sets_after(run, t.step, t.roles)  # first: a set whose records are gone could not be continued
         run.trim("metrics.jsonl", t.step)
         run.trim("rollouts.jsonl", t.step)
+        run.trim("examples.jsonl", t.step + 1)  # an evaluation after the last step is not made again
         if not is_started:
             start_state(t, recipe)
             is_started = True

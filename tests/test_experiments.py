@@ -489,7 +489,7 @@ def test_the_table_pairs_with_the_baseline_at_the_end_and_at_its_tokens():
             ("gold_steps", 1, 0.9, 1, 0.1), ("gold_steps", 2, 1.0, 1, 0.1)):
         points = [{"sampled_tokens": 0, "gen/pass1_in": 0.2},
                   {"sampled_tokens": 1e6 * tokens, "gen/pass1_in": final, "gen/shown": shown}]
-        runs.append(Run("", "small", arm, seed, {}, {}, points, [], [], ["generator"]))
+        runs.append(Run("", "small", arm, seed, {}, {}, points, [], [], [], ["generator"]))
     base, other, gold = rows_of(table.table_of(small, runs))
     assert "setting" not in base and base["minus base"] == base["minus base at its tokens"] == "-"
     assert base["solved, seeds 1 2"] == "50.0 60.0" and base["solved"] == "55.0 ± 7.1"

@@ -33,6 +33,9 @@ ROLLOUTS = [
 # three rollouts of one group, with rewards
 GROUP = [{**ROLLOUT, "step": 4, "advantages": [0.5] * 3 + [-0.25] * 3 + [-1.0] * 6 + [0.0] * 3, "reward": 0.0},
          {**RIGHT, "step": 4, "reward": 1.0}, {**ROLLOUT, "step": 4, "verdict": True, "reward": 0.0}]
+# two held-out problems at two evaluations
+EXAMPLES = [{**rollout, "step": step, "problem": problem, "advantages": [], "token_ends": []}
+            for step, rollout in ((0, ROLLOUT), (20, RIGHT)) for problem in ("3+5*2", HOSTILE)]
 # a refinement with what was said before it, and two problems that a role proposes, of which one is tried twice
 TURNS = [{**ROLLOUT, **UNJUDGED, "step": 0, "role": "refiner", "turns": [["first attempt", "1+1:3;=3"],
                                                                         ["critique", HOSTILE]],
@@ -50,7 +53,8 @@ def page(tmp_path_factory):
     """The page's address: two arms of two seeds, the first run with ROLLOUTS."""
     base = tmp_path_factory.mktemp("page")
     rollouts = [{**rollout, "step": i} for i, rollout in enumerate(ROLLOUTS)]
-    folders = [make_run(base, "chain-tango-s0", 0, [0.1, 0.3, 0.5], [0.7, 0.8, 0.9], rollouts=rollouts),
+    folders = [make_run(base, "chain-tango-s0", 0, [0.1, 0.3, 0.5], [0.7, 0.8, 0.9], rollouts=rollouts,
+                        examples=EXAMPLES),
                make_run(base, "chain-tango-s1", 1, [0.2, 0.4, 0.6], [0.6, 0.8, 0.9], is_old=True),
                make_run(base, "chain-grpo-s0", 0, [0.1, 0.2, 0.3], rollouts=GROUP),
                make_run(base, "chain-grpo-s1", 1, [0.2, 0.3, 0.5],
@@ -108,7 +112,7 @@ def choose(browser, **values) -> list[int]:
         browser.execute_script("const e = document.getElementById(arguments[0]); e.value = arguments[1]; "
                                "e.dispatchEvent(new Event('input'))", name, str(value))
     return [int(group.find_element("css selector", ".head span").text.removeprefix("step "))
-            for group in find(browser, "section.group") for _ in group.find_elements("css selector", "article")]
+            for group in find(browser, "#list .group") for _ in group.find_elements("css selector", "article")]
 
 
 def details_text(card) -> list[str]:
@@ -141,10 +145,10 @@ def test_each_kind_shows_its_rollouts(shown, kind, steps):
 
 
 def test_pages_turn_and_role_and_step_filters_join(shown):
-    assert len(find(shown, "section.group")) == 8 and "page 1 of 4" in status(shown)
+    assert len(find(shown, "#list .group")) == 8 and "page 1 of 4" in status(shown)
     for _ in range(3):
         shown.execute_script("document.getElementById('next').click()")
-    assert len(find(shown, "article")) == 3 and "page 4 of 4" in status(shown)
+    assert len(find(shown, "#list article")) == 3 and "page 4 of 4" in status(shown)
     assert not find(shown, "#next")[0].is_enabled()
     assert len(choose(shown, kind="believed")) == 1 and "page 1 of 1" in status(shown)
     assert len(choose(shown, kind="all", role="verifier")) == 1
@@ -155,21 +159,21 @@ def test_pages_turn_and_role_and_step_filters_join(shown):
 
 def test_steps_carry_verdict_label_and_advantage(shown):
     choose(shown, kind="believed")
-    first, second, answer = find(shown, "article .step")
+    first, second, answer = find(shown, "#list article .step")
     assert (first.text == "3+5:8;\n1: right, gold right, A +0.50"
             and set(first.get_attribute("class").split()) == {"step", "mono", "right"})
     assert (second.text == "8*2:7;\n2: right, gold wrong, A -1.00"
             and set(second.get_attribute("class").split()) == {"step", "mono", "right", "off"})
     assert answer.text == "=7\u25a0\nanswer, A -2.00"
-    assert details_text(find(shown, "article")[0]) == ["3+5:8T;8*2:7T;=T"]
+    assert details_text(find(shown, "#list article")[0]) == ["3+5:8T;8*2:7T;=T"]
 
 
 def test_text_of_models_is_never_markup(shown):
     choose(shown, **{"from": 5, "to": 6})
-    unjudged, verified = find(shown, "article")
+    unjudged, verified = find(shown, "#list article")
     assert details_text(verified) == [HOSTILE] and "unmet: missing_tags" in verified.text
     assert "cut at the length limit" in unjudged.text and "verdict" not in unjudged.text
-    assert HOSTILE in [head.text for head in find(shown, "section.group > .head b")]
+    assert HOSTILE in [head.text for head in find(shown, "#list .group > .head b")]
     assert find(shown, "img") == []
 
 
@@ -177,7 +181,7 @@ def test_a_role_of_another_recipe_is_shown_with_its_text_and_facts(shown):
     assert [o.text for o in find(shown, "#role option")] == ["all", "generator", "verifier", "refiner", "proposer",
                                                              "judge"]
     assert len(choose(shown, run=4, role="refiner")) == 1
-    card = find(shown, "article")[0]
+    card = find(shown, "#list article")[0]
     assert card.find_element("css selector", "summary").text == "the refiner's text (trained on, mean advantage +0.75)"
     assert card.find_element("css selector", "details .mono").text == HOSTILE
     facts, steps = (card.find_elements("css selector", selector) for selector in (".facts span", ".step small"))
@@ -185,6 +189,16 @@ def test_a_role_of_another_recipe_is_shown_with_its_text_and_facts(shown):
     assert [step.text for step in steps] == ["1: gold right", "2: gold wrong", "answer"]
     assert "ref/kept" in [h.text for h in find(shown, ".panel h3")] and find(shown, "img") == []
     assert any(row.text.startswith("ref/margin") for row in find(shown, "#health tbody tr"))
+
+
+def test_examples_stand_problem_by_problem_over_the_run(shown):
+    groups = find(shown, "#solved .group")
+    assert [find(group, ".head b")[0].text for group in groups] == ["3+5*2", HOSTILE]
+    for group in groups:
+        assert [title.text for title in find(group, "h3")] == ["after step 0", "after step 20"]
+        assert [len(find(card, ".step.off")) for card in find(group, ".rollout")] == [0, 1]
+    choose(shown, run=1)
+    assert not shown.find_element("id", "examples").is_displayed()
 
 
 def test_another_run_brings_its_settings_and_rollouts(shown):
@@ -197,23 +211,23 @@ def test_another_run_brings_its_settings_and_rollouts(shown):
 def test_rollouts_about_one_problem_stand_beside_each_other_underlined_by_advantages_their_rewards_counted(shown):
     bars = lambda: find(shown, "#rewards svg")[0].get_attribute("aria-label")
     choose(shown, run=2)
-    (group,) = find(shown, "section.group")
+    (group,) = find(shown, "#list .group")
     assert group.find_element("css selector", ".head").text.split("\n") == ["step 4", "3+5*2", "gold answer 6",
                                                                             "1 of 3 right"]
     cards = group.find_elements("css selector", "article")
     assert len({card.rect["y"] for card in cards}) == 1 and [card.rect["x"] for card in cards] == sorted(
         {card.rect["x"] for card in cards})
-    tokens = find(shown, "article:first-child .token")
+    tokens = find(shown, "#list article:first-child .token")
     assert [(t.text, t.get_attribute("title")) for t in tokens] == [
         ("3+5", "A +0.50"), (":8;", "A -0.25"), ("8*2:7;", "A -1.00"), ("=7", "A 0.00"), ("\u25a0", "A 0.00")]
-    ink = shown.execute_script("return [...document.querySelectorAll('article:first-child .token')]"
+    ink = shown.execute_script("return [...document.querySelectorAll('#list article:first-child .token')]"
                                ".map(t => getComputedStyle(t).boxShadow.split(')')[0].slice(5).split(', '))")
     above, below = ["0", "114", "178"], ["213", "94", "0"]
     assert [parts[:3] for parts in ink] == [above, below, below, above, above]
     # of the largest in the group, 2: .25 + .75 of the share; none at 0
     assert [float(parts[3]) for parts in ink] == pytest.approx([0.4375, 0.34375, 0.625, 0, 0], abs=0.005)
     assert bars() == "rewards: 0: 2, 1: 1"
-    assert len(choose(shown, kind="believed")) == 1 and "1 of 3 right, 2 others hidden" in find(shown, ".group")[0].text
+    assert len(choose(shown, kind="believed")) == 1 and "1 of 3 right, 2 others hidden" in find(shown, "#list .group")[0].text
     assert bars() == "rewards: 0: 1"
     assert choose(shown, run=0) and find(shown, "#rewards svg") == []  # its rollouts have none
     choose(shown, run=3, kind="all")
@@ -222,7 +236,7 @@ def test_rollouts_about_one_problem_stand_beside_each_other_underlined_by_advant
 
 def test_verifications_of_one_solution_are_tallied_by_their_verdicts(shown):
     assert choose(shown, run=5, role="judge") == [1, 1]
-    assert "1 of 2 verdicts agree with the outcome" in find(shown, "section.group .head")[0].text
+    assert "1 of 2 verdicts agree with the outcome" in find(shown, "#list .group .head")[0].text
 
 
 def test_a_point_of_a_curve_leads_to_the_rollouts_of_its_step(shown):
@@ -231,7 +245,7 @@ def test_a_point_of_a_curve_leads_to_the_rollouts_of_its_step(shown):
     assert len(points) == 6
     shown.execute_script("arguments[0].dispatchEvent(new Event('click'))", points[5])
     chosen = [shown.execute_script(f"return document.getElementById('{name}').value") for name in ("run", "from", "to")]
-    assert chosen == ["2", "4", "4"] and len(find(shown, "article")) == 3
+    assert chosen == ["2", "4", "4"] and len(find(shown, "#list article")) == 3
     shown.execute_script("arguments[0].dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter'}))", points[1])
     assert choose(shown) == [10]  # of tango's first run
 
@@ -244,7 +258,7 @@ def test_what_is_chosen_outlives_a_reload(shown):
 
 def test_all_turns_of_a_rollout_are_shown(shown):
     choose(shown, run=5, role="refiner")
-    card = find(shown, "article")[0]
+    card = find(shown, "#list article")[0]
     assert [node.text for node in card.find_elements("css selector", "summary")] == [
         "first attempt", "critique", "the refiner's text (trained on, mean advantage +0.75)"]
     assert details_text(card) == ["1+1:3;=3", HOSTILE, "ab"] and "3+5:8;" in card.text
@@ -252,11 +266,11 @@ def test_all_turns_of_a_rollout_are_shown(shown):
 
 def test_a_proposed_problem_shows_what_became_of_it(shown):
     choose(shown, run=5, role="proposer")
-    proposed, lost = find(shown, "article")
+    proposed, lost = find(shown, "#list article")
     assert "proposed 3+5*2 solved in 1 of 2 rollouts" in " ".join(proposed.text.split("\n"))
     assert "has no rollout here" in lost.text and lost.find_elements("css selector", "button") == []
     proposed.find_element("css selector", "button").click()
-    assert 0 in choose(shown) and "3+5*2" in [head.text for head in find(shown, "section.group > .head b")]
+    assert 0 in choose(shown) and "3+5*2" in [head.text for head in find(shown, "#list .group > .head b")]
 
 
 @pytest.mark.parametrize("width", [1280, 390])

@@ -106,7 +106,7 @@ def test_a_continued_run_is_a_straight_one_bit_for_bit(at_base, recipe):
     one, two = last_set(at_base, run), last_set(at_base, f"continued-{run}")
     assert one.keys() == two.keys() and len(one) > 20
     assert not [name for name in one if not torch.equal(one[name], two[name])]
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
+    for name in ("metrics.jsonl", "rollouts.jsonl", "examples.jsonl"):
         assert records(at_base, run, name) == records(at_base, f"continued-{run}", name)
 
 

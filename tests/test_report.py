@@ -25,7 +25,8 @@ ROLLOUT = {"step": 1, "role": "generator", "problem": "3+5*2", "gold": "6", "sol
 
 
 def make_run(base, name: str, seed: int, accuracies: list[float], step_f1: list[float] | None = None,
-             rollouts=(ROLLOUT,), every: int = 10, tokens_per_step: int = 100, is_old: bool = False, **flags) -> str:
+             rollouts=(ROLLOUT,), examples=(), every: int = 10, tokens_per_step: int = 100, is_old: bool = False,
+             **flags) -> str:
     """A run's folder with an evaluation every `every` generator steps; the last accuracy is the summary's. is_old: as
     runs were written that named neither their roles nor their number of steps."""
     folder = base / "runs" / name
@@ -46,7 +47,7 @@ def make_run(base, name: str, seed: int, accuracies: list[float], step_f1: list[
     counted = {} if is_old else {"steps": len(records) + len(judged)}
     write_run(folder, {"args": {"task": "chain", "seed": seed, "recipe": "tango", **flags}, **named, "torch": "2"},
               {"seed": seed, "minutes": 1.5, "before": scores[0], "after": scores[-1], **counted, **end},
-              records + judged, rollouts)
+              records + judged, rollouts, examples)
     return str(folder)
 
 
@@ -72,11 +73,13 @@ def refusal(capsys, *args: str) -> str:
     return capsys.readouterr().err.strip()
 
 
-def write_run(folder, config: dict, summary: dict, records: list[dict], rollouts=()) -> None:
+def write_run(folder, config: dict, summary: dict, records: list[dict], rollouts=(), examples=()) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rollouts))
+    if examples:  # older runs have none
+        (folder / "examples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in examples))
 
 
 def make_other_run(base, name: str, roles: tuple[str, ...], first: dict, last: dict, recipe: str = "my/own.py",

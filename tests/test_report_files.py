@@ -78,12 +78,14 @@ def changed(value, path: tuple, new):
     return copy
 
 
-@pytest.mark.parametrize("name", ["config.json", "summary.json", "metrics.jsonl", "rollouts.jsonl"])
+@pytest.mark.parametrize("name", ["config.json", "summary.json", "metrics.jsonl", "rollouts.jsonl",
+                                  "examples.jsonl"])
 def test_a_damaged_run_is_shown_or_refused_in_one_line_that_names_the_file(tmp_path, name):
     """Beside one that is whole; of records the first evaluated one and one between."""
     rollout = {**ROLLOUT, "completion": None, "turns": [["first attempt", "1+1:3;=3"]], "proposed": None, "reward": 0.5,
                "shaped_reward": 0.5}
-    folder = make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.3], rollouts=[rollout], every=2, about="sums")
+    folder = make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.3], rollouts=[rollout], examples=[rollout], every=2,
+                      about="sums")
     whole = made(tmp_path, "chain-grpo-s0", 0, [0.1, 0.2], every=2, about="sums")
     path, is_lines = tmp_path / "runs" / "chain-tango-s0" / name, name.endswith("l")
     config = path.parent / "config.json"

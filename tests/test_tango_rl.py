@@ -69,7 +69,7 @@ def summary_of(base) -> dict:
 
 def assert_same_run(a, b) -> None:
     assert_same_weights(weights(a, "r", 7), weights(b, "r", 7))
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
+    for name in ("metrics.jsonl", "rollouts.jsonl", "examples.jsonl"):
         assert records(a, "r", name) == records(b, "r", name)
     assert all(summary_of(a)[name] == summary_of(b)[name] for name in ("before", "after"))
 
@@ -126,6 +126,12 @@ def test_a_run_leaves_what_it_promises(straight):
         assert len(rollout["token_ends"]) == len(rollout["advantages"]) and rollout["token_ends"][-1] == len(own)
         assert rollout["reward"] == rollout["outcome"] or rollout["role"] == "verifier"
         assert len(rollout["step_verdicts"]) == len(rollout["step_labels"]) or "step_count_mismatch" in rollout["unmet"]
+    examples = records(straight, "r", "examples.jsonl")
+    assert [example["step"] for example in examples] == [*[0] * 8, *[2] * 8, *[4] * 8, *[7] * 8]
+    asked = [example["problem"] for example in examples]
+    assert asked == asked[:8] * 4
+    assert all(len(example["step_verdicts"]) == len(example["step_labels"]) or "step_count_mismatch" in example["unmet"]
+               for example in examples)
     # past solutions are kept: of two warm-up steps and one of the generator
     pool = torch.load(straight / "runs" / "r" / "state_000003.pt", weights_only=True)["memory"]["pool"]
     assert pool["tokens"].dtype == torch.int64 and len(pool["outcome"]) == 2 * 4 + 16
@@ -203,15 +209,15 @@ def interrupt_at(monkeypatch, owner, name: str, call: int) -> None:
 
 @pytest.mark.parametrize("owner, name, call, flags, saved", [
     (steps, "health_check", 1, EVERY, [[]]),           # at start-up: the next run starts afresh
-    (Play, "verify", 5, AT_THE_END, [[1]]),            # in a verifier step that has changed the pool
-    (Play, "verify", 9, AT_THE_END, [[2]]),            # in a generator step, after its evaluation
+    (Play, "verify", 6, AT_THE_END, [[1]]),            # in a verifier step that has changed the pool
+    (Play, "verify", 11, AT_THE_END, [[2]]),           # in a generator step, after its evaluation
     (evals, "pass_at_1", 2, AT_THE_END, [[2]]),        # in that evaluation
     (steps, "apply_update", 4, AT_THE_END, [[3]]),     # before an update
     (steps, "finish_step", 4, AT_THE_END, [[4]]),      # after it
     (state, "save_model", 4, ["--save-every", "2", "--eval-every", "2"], [[2, 4], [2, 4, 5]]),  # in the save of step 4
     (tango_rl, "held_out", 1, AT_THE_END, [[7]])])     # in the last evaluation
 def test_sigterm_saves_one_set_and_the_next_run_goes_on(base, straight, monkeypatch, owner, name, call, flags, saved):
-    """The evaluation at the start has the first three calls of verify. A save ends."""
+    """The evaluation at the start has the first four calls of verify. A save ends."""
     with monkeypatch.context() as patch:
         interrupt_at(patch, owner, name, call)
         with pytest.raises(StopRequested, match="--resume-from-step auto"):
@@ -247,6 +253,7 @@ def test_two_ranks_draw_the_rollouts_of_one_and_take_its_steps(base, straight):
         prefix = "gen" if a["role"] == "generator" else "ver"
         for name in ("reward", "reward_std", "completions/mean_length", "loss", "grad_norm"):
             assert a[f"{prefix}/{name}"] == pytest.approx(b[f"{prefix}/{name}"], rel=1e-3, abs=1e-5), (a["step"], name)
+    assert records(straight, "r", "examples.jsonl") == records(base, "r", "examples.jsonl")
     # AdamW's first moments are a tenth of the gradients
     a, b = ({k: t for k, t in weights(folder, "r", 4).items() if k.endswith("exp_avg")} for folder in (straight, base))
     assert len(a) > 20

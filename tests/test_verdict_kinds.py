@@ -11,7 +11,7 @@ FLAGS = {"task": "chain", "seed": 0, "chain_verifier_share": 0.0}  # demonstrati
 
 
 def run_of(rollouts: list[dict]) -> Run:
-    return Run("r", "chain", "tango", 1, {"args": FLAGS}, {}, [], [], rollouts, ["generator", "verifier"])
+    return Run("r", "chain", "tango", 1, {"args": FLAGS}, {}, [], [], rollouts, [], ["generator", "verifier"])
 
 
 def rollout(task, index: int, step: int, lenient: bool, rng: random.Random) -> tuple[dict, list]:

@@ -9,13 +9,14 @@ import torch
 from nanochat.common import print0
 from nanochat.engine import Tool
 from nanochat.rl.learn.roles import short_name
-from nanochat.rl.measure.observe import gathered_verdict_scores
+from nanochat.rl.measure.observe import gathered_verdict_scores, verification_columns
 from nanochat.rl.measure.scores import majority, pass_at_k, share_of
 from nanochat.rl.play.play import Play
 from nanochat.rl.records.outcomes import answers_of, has_numbers, lenient_outcomes
 from nanochat.rl.records.rollouts import padded
 
 SPLITS = {"test_in": "in", "test_out": "out"}  # a finite task may have no test_out
+NUM_EXAMPLES = 10  # problems whose solutions are kept at each evaluation
 PASS_AT_1 = {  # for a recipe's TABLE
     "gen/pass1_in": "generator greedy pass@1, in distribution",
     "gen/pass1_out": "generator greedy pass@1, out of distribution",
@@ -43,15 +44,20 @@ def are_right(outcomes: list[bool | None], split: str) -> list[bool]:
 
 def pass_at_1(t: Play, role: str = "generator", tool: Callable[[], Tool | None] = lambda: None) -> dict:
     """A role's greedy pass@1 on both test splits, None for one without problems; of a task with numbers the lenient one
-    too. tool: makes what solutions may call, anew for each split; the default is that of `Play.solve`."""
+    too. Keeps the first examples. tool: makes what solutions may call, anew for each split; the default is that of
+    `Play.solve`."""
     scores = {}
     for split, name in SPLITS.items():
         solutions = t.solve("eval", t.problems(t.args.eval_examples, split), 1, role=role, greedy=True, tool=tool())
-        right = are_right(t.gather(t.check(solutions)), split)
+        solutions.columns["outcome"] = outcomes = t.check(solutions)
+        right = are_right(t.gather(outcomes), split)
         scores[f"{short_name(role)}/pass1_{name}"] = share_of(right)
         if has_numbers(t.task):
             lenient = t.gather(lenient_outcomes(t.task, solutions.problems(), solutions.texts))
             scores[f"{short_name(role)}/pass1_lenient_{name}"] = share_of(lenient)
+        if t.examples is None:
+            t.examples = solutions.select(list(range(min(len(solutions), -(-NUM_EXAMPLES // t.run.world)))))
+            t.examples.columns["role"] = [role] * len(t.examples)
     return scores
 
 
@@ -76,6 +82,8 @@ def scores_of_pair(t: Play, generator: str = "generator", verifier: str = "verif
     if "fixed_solutions" not in t.memory:
         t.memory["fixed_solutions"] = {split: kept(sampled_solutions(t, generator, split, "fixed")) for split in SPLITS}
     fixed, scores = {split: cut(rows) for split, rows in t.memory["fixed_solutions"].items()}, pass_at_1(t, generator)
+    verifications = t.read_verifications(t.verify("eval", t.examples, 1, role=verifier, greedy=True))
+    t.examples.columns |= verification_columns(verifications)
     judged = {"fixed": ("test_in", fixed["test_in"]), "fixed_out": ("test_out", fixed["test_out"]),
               "current": ("test_in", sampled_solutions(t, generator, "test_in", "current"))}
     for kind, (split, completions) in judged.items():

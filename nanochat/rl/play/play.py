@@ -80,6 +80,7 @@ class Play:
     state: RunState
     loss: PolicyLoss
     evaluating: bool = False  # draws then belong to no step, and are not counted
+    examples: Rollouts | None = None  # an evaluation's first solutions in distribution, for examples.jsonl
     has_moved: bool = False   # weights were changed in this step: it is carried through
     moved: set[int] = field(default_factory=set)   # ids of the parameters that were
     num_drawn: int = 0        # problems taken in this step

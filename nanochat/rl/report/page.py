@@ -9,7 +9,7 @@ from statistics import mean, stdev
 
 from nanochat.rl.learn.roles import short_name
 from nanochat.rl.measure.scores import verdict_scores
-from nanochat.rl.report.cards import cards
+from nanochat.rl.report.cards import card, cards
 from nanochat.rl.report.fields import as_written, is_number
 from nanochat.rl.report.report import (ACCURACY, COLUMNS, EVALS, INDICATORS, Run, arm_order, cells, compare, filled,
                                        is_count, provenance, read_run, steps_of)
@@ -200,10 +200,12 @@ def run_of_page(run: Run, most_rollouts: int) -> dict:
     settings = {name: value for name, value in args.items() if not name.startswith(flags_of_others(args["task"]))}
     with as_written(f"{run.name}: rollouts.jsonl"):
         rollouts = cards(run.rollouts, run.solver, most_rollouts)
+    with as_written(f"{run.name}: examples.jsonl"):
+        examples = [card(example, run.solver) for example in run.examples]
     return {"name": run.name, "task": run.task, "arm": run.arm, "settings": settings,
             "versions": {k: v for k, v in run.config.items() if k != "args"}, "minutes": run.summary["minutes"],
             "scores": scores_of(run), "health": health(run), "num_rollouts": len(run.rollouts),
-            "rollouts": rollouts}
+            "rollouts": rollouts, "examples": examples}
 
 
 def write_page(runs: list[Run], rows: list[dict], path: str, most_rollouts: int = MOST_ROLLOUTS,

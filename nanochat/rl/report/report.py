@@ -67,6 +67,7 @@ class Run:
     points: list[dict]    # evaluations: <short>_step of every role, sampled_tokens, record: the run's step, metrics
     records: list[dict]   # one per step
     rollouts: list[dict]  # as sampled for the log
+    examples: list[dict]  # the same held-out problems at every evaluation
     roles: list[str]
 
     @property
@@ -104,13 +105,14 @@ def read_run(folder: str, so_far: dict | None = None, watched: list[str] | tuple
     """Reads a run's folder. so_far: of a run that is under way, minutes and the evaluation `before`; watched: metrics
     that its points have beside those of every report. Raises BadInput where it is no finished run."""
     name = os.path.basename(os.path.abspath(folder))
-    of_config, of_summary, of_records, of_rollouts = (
-        os.path.join(folder, file) for file in ("config.json", "summary.json", "metrics.jsonl", "rollouts.jsonl"))
+    of_config, of_summary, *of_logs = (os.path.join(folder, file) for file in (
+        "config.json", "summary.json", "metrics.jsonl", "rollouts.jsonl", "examples.jsonl"))
+    of_records = of_logs[0]
     if so_far is None:
         check_finished(folder)
     config, summary = read_json(of_config), so_far or read_json(of_summary)
-    records, rollouts = ([record for _, record in read_records(path)] if os.path.exists(path) else []
-                         for path in (of_records, of_rollouts))
+    records, rollouts, examples = ([record for _, record in read_records(path)] if os.path.exists(path) else []
+                                   for path in of_logs)
     with as_written(of_config):
         task, seed, shown = config["args"]["task"], number(config["args"], "seed"), config.get("shown") or ()
         starts = config.get("starts") or {"generator": {}, "verifier": {}}  # older runs do not name them
@@ -145,7 +147,7 @@ def read_run(folder: str, so_far: dict | None = None, watched: list[str] | tuple
     if match and int(match["seed"]) == seed:
         task, arm = match["task"], match["arm"]
     points = evaluated(records, first, last, shown, watched)
-    return Run(name, task, arm, seed, config, summary, points, records, rollouts, roles)
+    return Run(name, task, arm, seed, config, summary, points, records, rollouts, examples, roles)
 
 
 def is_count(name: str) -> bool:

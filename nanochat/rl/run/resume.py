@@ -109,13 +109,13 @@ def models_saved(run_name: str, tags: dict[str, bool]) -> set[int]:
 
 
 def check_records(run_name: str, folder: str, step: int) -> None:
-    """Raises BadInput unless metrics.jsonl has each step before this one once, and rollouts.jsonl is readable."""
-    path, rollouts = (os.path.join(folder, name) for name in ("metrics.jsonl", "rollouts.jsonl"))
+    """Raises BadInput unless metrics.jsonl has each step before this one once, and the other logs are readable."""
+    path, *others = (os.path.join(folder, name) for name in ("metrics.jsonl", "rollouts.jsonl", "examples.jsonl"))
     counts = Counter(record["step"] for _, record in read_records(path)) if os.path.exists(path) else {}
     if twice := [number for number, count in counts.items() if count > 1]:
         raise BadInput(f"{path} has step {twice[0]} twice: two processes were at work on the run; take one record out")
-    if os.path.exists(rollouts):
-        read_records(rollouts)
+    for other in filter(os.path.exists, others):
+        read_records(other)
     if missing := set(range(step)) - counts.keys():
         raise BadInput(f"{path} has no record of step {min(missing)}, and run {run_name} would go on from step {step}: "
                        f"the file was cut; put it back, or take another name")

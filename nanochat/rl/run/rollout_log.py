@@ -1,12 +1,14 @@
 """
-Rollouts as rollouts.jsonl keeps them.
+Rollouts as rollouts.jsonl keeps them, and held-out solutions as examples.jsonl does.
 """
 import codecs
 
+from nanochat.rl.measure.evals import NUM_EXAMPLES
 from nanochat.rl.play.play import Play, Update
 from nanochat.rl.records.outcomes import labels_of
-from nanochat.rl.records.prompts import read_solution
+from nanochat.rl.records.prompts import Solution, read_solution
 from nanochat.rl.records.rollouts import Rollouts
+from tasks.common import Problem
 
 
 def rollout_records(t: Play, update: Update) -> list[dict]:
@@ -18,25 +20,41 @@ def rollout_records(t: Play, update: Update) -> list[dict]:
     gold. token_ends: where each token of the rollout ends in its text, in characters; advantages: of each token. Beside
     these the recipe's columns.
     """
-    records, fmt = [], t.task.fmt
+    records = []
     for rollouts, advantages in update.parts:
         for n in of_first_problems(rollouts, t.args.log_rollouts):
             prompt = rollouts.prompts[int(rollouts.group_id[n])]
             tokens = rollouts.tokens[n, : rollouts.lengths[n]].tolist()
-            solution = prompt.solution or read_solution(t.tokenizer, fmt, tokens)
+            solution = prompt.solution or read_solution(t.tokenizer, t.task.fmt, tokens)
             is_quoted = prompt.solution is not None and "verification" not in rollouts.columns
             records.append({
                 "role": update.role, "call": rollouts.draws[n] if rollouts.draws else "",
-                "problem": prompt.problem.prompt, "gold": prompt.problem.answer,
-                "solution": solution.text, "outcome": None,
-                "step_labels": labels_of(t.task, prompt.problem, solution.text),
-                "step_spans": fmt.step_spans(solution.text), "step_ends": solution.step_ends,
-                "finish_reason": "stop" if bool(rollouts.stopped[n]) else "length",
+                **solution_record(t, prompt.problem, solution, bool(rollouts.stopped[n])),
                 "token_ends": token_ends(t.tokenizer, tokens),
                 "advantages": [round(a, 4) for a in advantages[n, : rollouts.lengths[n]].tolist()],
                 **({"completion": rollouts.texts[n]} if is_quoted else {}),
                 **{name: values[n] for name, values in rollouts.columns.items()}})
     return records
+
+
+def example_records(t: Play) -> list[dict]:
+    """The held-out solutions that the last evaluation kept, over all ranks: as `rollout_records`, without what is of an
+    update. [] for a recipe whose evaluation keeps none."""
+    if t.examples is None:
+        return []
+    kept, rows = t.examples, []
+    for n, (problem, solution) in enumerate(zip(kept.problems(), t.read_solutions(kept), strict=True)):
+        rows.append({**solution_record(t, problem, solution, bool(kept.stopped[n])), "advantages": [],
+                     **{name: values[n] for name, values in kept.columns.items()}})
+    return t.gather(rows)[:NUM_EXAMPLES]
+
+
+def solution_record(t: Play, problem: Problem, solution: Solution, stopped: bool) -> dict:
+    """What is kept of every solution."""
+    return {"problem": problem.prompt, "gold": problem.answer, "solution": solution.text, "outcome": None,
+            "step_labels": labels_of(t.task, problem, solution.text),
+            "step_spans": t.task.fmt.step_spans(solution.text), "step_ends": solution.step_ends,
+            "finish_reason": "stop" if stopped else "length"}
 
 
 def of_first_problems(rollouts: Rollouts, most: int) -> list[int]:

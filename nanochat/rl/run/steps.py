@@ -16,7 +16,7 @@ from nanochat.rl.play.play import Play, Update, described, is_number, warn_once
 from nanochat.rl.play.updates import apply_update
 from nanochat.rl.report.page import write_run_page
 from nanochat.rl.run.progress import check_apart, count_apart, health_check, print_step, warn_of_no_signal
-from nanochat.rl.run.rollout_log import rollout_records
+from nanochat.rl.run.rollout_log import example_records, rollout_records
 from nanochat.weights import check_weights
 
 
@@ -123,11 +123,16 @@ def evaluating(t: Play):
 
 
 def held_out(t: Play, recipe) -> dict:
-    """The recipe's held-out scores."""
+    """The recipe's held-out scores. Rank 0 writes its examples down."""
     for name, role in t.roles.items():
         check_weights(role.model, name)
+    t.examples = None
     with evaluating(t):
         scores = recipe.evaluate(t)
+    examples = example_records(t)
+    t.run.trim("examples.jsonl", t.step)
+    for example in examples if t.run.rank == 0 else []:
+        t.run.append("examples.jsonl", {"step": t.step, **example})
     if not isinstance(scores, dict):
         raise BadInput(f"--recipe {t.args.recipe}: evaluate gives a {type(scores).__name__}, not a dict of scores")
     if t.args.log_theory:
