@@ -227,7 +227,8 @@ def test_rollouts_about_one_problem_stand_beside_each_other_underlined_by_advant
     # of the largest in the group, 2: .25 + .75 of the share; none at 0
     assert [float(parts[3]) for parts in ink] == pytest.approx([0.4375, 0.34375, 0.625, 0, 0], abs=0.005)
     assert bars() == "rewards: 0: 2, 1: 1"
-    assert len(choose(shown, kind="believed")) == 1 and "1 of 3 right, 2 others hidden" in find(shown, "#list .group")[0].text
+    assert len(choose(shown, kind="believed")) == 1
+    assert "1 of 3 right, 2 others hidden" in find(shown, "#list .group")[0].text
     assert bars() == "rewards: 0: 1"
     assert choose(shown, run=0) and find(shown, "#rewards svg") == []  # its rollouts have none
     choose(shown, run=3, kind="all")
