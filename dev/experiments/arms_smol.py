@@ -47,18 +47,25 @@ JUDGED = f"--verifier-tag {{ver}} {VERDICTS}"
 TRAINED = f"{VERDICTS} --warmup-steps 2 --verifier-balance --verifier-replay 0.5"
 TANGO = f"--recipe tango --verifier-tag {{ver}} {TRAINED}"
 LIGHT = "--recipe grpo --negative-weight 0.1"  # the weight of wrong answers that arms with a verifier have
-FEW = "--num-labelled 200"
+FEW = {"few": 200, "very_few": 24}  # problems that have an answer; a run samples 480
 OTHER = "--model-tag {other}"
+
+
+def few_arms(name: str, num_labelled: int) -> dict[str, str]:
+    """Arms of which so many problems have an answer, the others none."""
+    few = f"--num-labelled {num_labelled}"
+    return {f"{name}_grpo": f"{LIGHT} {few} --labelled-share 1",
+            f"{name}_fixed": f"--recipe fixed_verifier {JUDGED} {few}",
+            f"{name}_tango": f"{TANGO} {few}"}
+
+
 ARMS = {
     LONG: "--recipe grpo",
     "tango": TANGO,
     "fixed_verifier": f"--recipe fixed_verifier {JUDGED}",
     "gold_steps": "--recipe gold_steps",
-    # 200 problems have an answer, the others none; in the last arm none at all
-    "few_grpo": f"{LIGHT} {FEW} --labelled-share 1",
-    "few_fixed": f"--recipe fixed_verifier {JUDGED} {FEW}",
-    "few_tango": f"{TANGO} {FEW}",
-    "ttrl": "--recipe ttrl --num-votes 8",
+    **{arm: flags for name, num in FEW.items() for arm, flags in few_arms(name, num).items()},
+    "ttrl": "--recipe ttrl --num-votes 8",  # no problem has one
     "outcome_verifier": f"--recipe outcome_verifier --verifier-tag {{ver}} {TRAINED}",
     "grpo_tenth": LIGHT,
     "grpo_both": f"{LIGHT} --model-tag {{both}}",
@@ -81,7 +88,8 @@ PARTNERS = {
     **dict.fromkeys(["tango", "outcome_verifier", "small_fixed"], "fixed_verifier"),
     **dict.fromkeys(["fixed_verifier", "gold_steps"], "grpo_tenth"),
     **dict.fromkeys(["tango_by_j", "tango_gentle"], "tango"),
-    "few_fixed": "few_grpo", "few_tango": "few_fixed", "ttrl": "few_grpo", "one_trunk": "grpo_both",
+    **{f"{name}_fixed": f"{name}_grpo" for name in FEW}, **{f"{name}_tango": f"{name}_fixed" for name in FEW},
+    "ttrl": "few_grpo", "one_trunk": "grpo_both",
     "small_tango": "small_fixed", "low_fixed": "low_grpo", "low_tango": "low_fixed",
     "other_fixed": "other_grpo", "other_tango": "other_fixed"}
 SAMPLES = "--temperature 1 --num-samples 8 --max-problems 200"
