@@ -50,7 +50,7 @@ def make_parser():
     parser.add_argument("-k", "--top-k", type=at_least(0), default=0, help="0 = the full softmax")
     parser.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=True,
                         help="solutions may call the calculator")
-    parser.add_argument("--max-rows", type=at_least(1), default=1024,
+    parser.add_argument("--max-rows", type=at_least(1), default=256,
                         help="rows that decode together; changes memory, no result")
     parser.add_argument("--choices", default="",
                         help="file of the multiple-choice set, in place of the one that datasets loads")

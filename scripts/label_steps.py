@@ -74,7 +74,7 @@ def make_parser():
                         help="solutions and completions may call the calculator")
     parser.add_argument("--seed", type=int, default=None,
                         help="of problems and sampling noise; default: the checkpoint's")
-    parser.add_argument("--max-rows", type=at_least(1), default=1024,
+    parser.add_argument("--max-rows", type=at_least(1), default=256,
                         help="rows that decode together; changes memory, no result")
     add_device_arg(parser)
     group = parser.add_argument_group("solutions")

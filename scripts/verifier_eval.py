@@ -55,7 +55,7 @@ def add_verifier_args(parser) -> None:
     parser.add_argument("--top-k", type=at_least(0), default=0, help="of both; 0 = the full softmax")
     parser.add_argument("--verifier-max-new-tokens", type=at_least(1, also=-1), default=-1,
                         help="-1 = as in the checkpoint's RL, else 256, at most half its context")
-    parser.add_argument("--max-rows", type=at_least(1), default=1024,
+    parser.add_argument("--max-rows", type=at_least(1), default=256,
                         help="rows that decode together; changes memory, no result")
     add_device_arg(parser)
     parser.add_argument("--seed", type=int, default=None,
