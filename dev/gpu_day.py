@@ -26,6 +26,7 @@ BENCH = os.path.join(ROOT, "dev", "BENCH.md")
 HEADING = "## GPU days"
 HEADER = ["| date | machine | commit | stage | figure | |", "| --- | --- | --- | --- | --- | --- |"]
 WIDTH = 60  # characters that a cell shows of a line
+GRACE = 20  # seconds
 
 GPU_TESTS = "python -m pytest -q -m gpu $(grep -l mark.gpu tests/*.py)"  # collecting all others takes a while
 BIG = "--shape qwen2.5-math-1.5b --dtype bfloat16"
@@ -99,10 +100,22 @@ def run_stage(command: str, limit: float, log: str, env: dict) -> tuple[str, flo
         except subprocess.TimeoutExpired:
             problem = f"stopped after {limit:.0f} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end_group(process)
     return problem, time.perf_counter() - started
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """Ends a process that leads a group, and its children. Told to stop, they have GRACE seconds, in which an
+    experiment writes the tables of what is finished."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        until = time.monotonic() + GRACE
+        while time.monotonic() < until:
+            process.poll()  # else it counts as there after its end
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def figures_of(text: str, names: list[str] | str | None) -> dict[str, str]:

@@ -373,6 +373,7 @@ def test_smollm2_is_scored_after_its_runs_and_grpo_also_after_as_many_tokens(smo
     assert grpo["percent, seeds 1 2"] == "20.0 20.0" and grpo["minus longer"] == "-20.0 ± 0.0"
     assert longer["minus grpo"] == "+20.0 ± 0.0" and ("tango", form) not in rows
     assert tango["minus grpo"] == "+30.0 ± 0.0" and tango["minus longer"] == "+10.0 ± 0.0"
+    assert rows["one_trunk", seen]["minus grpo"] == rows["one_trunk", seen]["minus longer"] == "-"  # another start
     assert smol.run(*flags, "--gsm8k-data", str(smol.base))[0] == 0 and smol.runs() == []
     assert {re.findall(r"-a (\S+)", call)[0] for call in smol.calls("chat_eval")} == {"gsm8k"}
     rows = {(row["arm"], row["of"]): row for row in smol.table("smol")}
@@ -380,6 +381,23 @@ def test_smollm2_is_scored_after_its_runs_and_grpo_also_after_as_many_tokens(smo
     values = {(row["arm"], row["metric"]): row["value"] for row in smol.csv("smol")}
     assert values["tango", "gen/sampled_words_lenient"] == "0.3" and values["longer", "gen/sampled_in"] == "0.4"
     assert smol.run(*flags, "--gsm8k-data", str(smol.base))[0] == 0 and not smol.calls("chat_eval")
+
+
+def test_each_run_is_scored_right_after_it_and_a_stop_leaves_the_table(smol):
+    smol.monkeypatch.setenv("STOPS", "smol-tango-s1")
+    smol.monkeypatch.setenv("SIGNAL", "TERM")
+    assert smol.run("smol", "--arms", "grpo tango", "--seeds", "1")[0] == 143
+    assert len(smol.calls("chat_eval")) == 3
+    rows = [(row["arm"], row["percent"]) for row in smol.table("smol") if row["of"] == "sampled, templates of training"]
+    assert rows == [("grpo", "20.0"), ("longer", "40.0")]
+
+
+def test_grpo_of_other_problems_than_the_arms_beside_it_is_refused(smol):
+    flags = ["smol", "--arms", "grpo tango", "--seeds", "1"]
+    assert smol.run(*flags)[0] == 0
+    smol.change_config("smol-grpo-s1", problems=2)
+    smol.change_config("smol-tango-s1", problems=1)
+    assert "cannot be compared: their problems differ" in smol.run(*flags)[2]
 
 
 @pytest.mark.parametrize("change, words", [
@@ -448,8 +466,9 @@ def test_a_signal_stops_the_run_and_starts_nothing_new(world, name):
     world.monkeypatch.setenv("STOPS", "chain-grpo-s2")
     world.monkeypatch.setenv("SIGNAL", name)
     code, out, err = world.run("--arms", "grpo", "--seeds", "1 2 3")
-    assert (code, err) == (143, "") and world.runs() == ["chain-grpo-s1", "chain-grpo-s2"]
-    assert re.fullmatch(r"..:.. chain-grpo-s1\nstopped.*\n", out)
+    assert code == 143 and world.runs() == ["chain-grpo-s1", "chain-grpo-s2"]
+    assert err == "".join(f"not finished, left out: chain-grpo-s{seed}\n" for seed in (2, 3))
+    assert re.fullmatch(r"..:.. chain-grpo-s1\n.*\| grpo \|.*\nstopped.*\n", out, re.S)
     world.monkeypatch.delenv("STOPS")
     assert world.run("--arms", "grpo", "--seeds", "1 2 3")[0] == 0
     assert world.runs() == ["chain-grpo-s2", "chain-grpo-s3"]

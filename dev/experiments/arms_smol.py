@@ -97,10 +97,15 @@ SAMPLES = "--temperature 1 --num-samples 8 --max-problems 200"
 SCORED = {"gen/sampled_in": ("sampled, templates of training", "reasoning_gym", ("test_in",)),
           "gen/sampled_out": ("sampled, unseen templates", "reasoning_gym", ("test_out",)),
           "gen/sampled_words": ("sampled, problems in GSM8K's form", "gsm8k", ("test_in", "test_out"))}
+# The verdicts of an evaluation are greedy, those that reward are sampled.
 WATCHED = {"gen/pass1_in": "greedy", "gen/pass1_out": "greedy, unseen templates",
-           "ver/balanced_acc_fixed": "balanced accuracy", "ver/step_f1_current": "step F1, current solutions",
+           "ver/balanced_acc_fixed": "greedy verdicts: balanced accuracy, the start's solutions",
+           "ver/step_f1_fixed": "step F1, the start's solutions",
+           "ver/step_f1_current": "step F1, current solutions",
            "ver/outcome_f1_current": "outcome F1, current solutions",
-           "ver/wrong_steps_passed_current": "wrong steps passed, current solutions"}
+           "ver/wrong_steps_passed_current": "wrong steps passed, current solutions",
+           "gen/verdicts/wrong_steps_passed": "sampled verdicts: wrong steps passed",
+           "gen/verdicts/right_steps_blamed": "right steps blamed"}
 
 
 def num_steps(args, arm: str) -> int:
@@ -169,10 +174,12 @@ def check_data(folder: str) -> None:
         task.num_problems(split)  # refuses to have none
 
 
-def scores_of(arm: str, seed: int, step: int) -> dict[str, float]:
+def scores_of(args, arm: str, seed: int, step: int) -> dict[str, float]:
     """Metrics of a point from chat_eval's scores, strict ones and lenient ones."""
     found = {}
     for metric, (_, task, splits) in SCORED.items():
+        if task == "gsm8k" and not args.gsm8k_data:  # what there is may be of other problems
+            continue
         path = os.path.join(folder_of(arm, seed, step, task), "scores.json")
         of_splits = [read_json(path)["tasks"][task][split] for split in splits] if os.path.exists(path) else []
         for name, ending in (("pass@1", ""), ("lenient", "_lenient")) if of_splits else ():
@@ -182,11 +189,13 @@ def scores_of(arm: str, seed: int, step: int) -> dict[str, float]:
 
 
 def with_scores(args, run: Run) -> list[Run]:
-    """The run, with scores in its first and last point. Of the arm LONG two: up to the others' end, and all of it."""
+    """The run, with scores in its first and last point. Of the arm LONG two: as if it had ended with the others, and
+    all of it."""
     rows = []
     for step in scored_steps(args, run.arm):
         points = [dict(point) for point in run.points if point["gen_step"] <= step]
-        points[0] |= scores_of(run.arm, run.seed, 0)
-        points[-1] |= scores_of(run.arm, run.seed, step)
-        rows.append(replace(run, points=points, arm=run.arm if step == args.steps else "longer"))
+        points[0] |= scores_of(args, run.arm, run.seed, 0)
+        points[-1] |= scores_of(args, run.arm, run.seed, step)
+        flags = run.config | {"args": run.config["args"] | {"num_steps": step}}
+        rows.append(replace(run, points=points, config=flags, arm=run.arm if step == args.steps else "longer"))
     return rows

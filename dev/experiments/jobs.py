@@ -215,11 +215,16 @@ def models_of(jobs: list[Job]) -> dict[Job, Job]:
     return {job: first[job.module, job.flags] for job in jobs}
 
 
-def carry_out_all(jobs: list[Job], num_at_once: int) -> bool:
-    """Whether all jobs are done; one that fails does not keep the others. Raises StopRequested."""
+def carry_out_all(jobs: list[Job], num_at_once: int, after: dict[Job, list[Job]] | None = None) -> bool:
+    """Whether all jobs are done; one that fails does not keep the others. after: jobs that come right after one, if it
+    is done. Raises StopRequested."""
     children = Children()
+
+    def carry_out_both(job: Job) -> bool:
+        return carry_out(job, children) and all([carry_out(other, children) for other in (after or {}).get(job, [])])
+
     with children.stopped_by_signals(), ThreadPoolExecutor(num_at_once) as pool:
-        futures = [pool.submit(carry_out, job, children) for job in dict.fromkeys(models_of(jobs).values())]
+        futures = [pool.submit(carry_out_both, job) for job in dict.fromkeys(models_of(jobs).values())]
         while wait(futures, timeout=1).not_done:  # a signal that reached another thread is served when this one wakes
             pass
     if children.is_stopped:

@@ -33,7 +33,7 @@ from dev.experiments.jobs import (Job, carry_out_all, check_made_alike, job_of, 
                                   stages_of)
 from dev.experiments.table import WATCHED, Table, write_all
 from nanochat.cli import at_least, check_choices, script_main
-from nanochat.common import BadInput, print0
+from nanochat.common import BadInput, StopRequested, print0
 from nanochat.hf.files import read_json
 from nanochat.rl.report.report import (Run, change, check_comparable, paired, read_run, spread, tidy,
                                        write_csv)
@@ -122,12 +122,11 @@ def tables_of_smol(args) -> list[Table]:
         arms_smol.check_data(args.gsm8k_data)
     names = list(arms_smol.ARMS) if args.arms is None else chosen("arms", args.arms, arms_smol.ARMS)
     e = arms_smol.experiment(args, names)
-    # others make more steps, or start from another model
-    alike = tuple(name for name in names if name != arms_smol.LONG
-                  and arms_smol.start_of(name) == arms_smol.start_of(arms_smol.LONG))
+    alike = tuple(name for name in names if arms_smol.start_of(name) == arms_smol.start_of(arms_smol.LONG))
     return [Table(e.name, [e], words="on SmolLM2-135M, two-step word problems", watched=arms_smol.WATCHED,
                   compared={metric: words for metric, (words, *_) in arms_smol.SCORED.items()},
                   partners=arms_smol.PARTNERS, longer="longer", alike=alike,
+                  apart=tuple(set(names) - set(alike)),
                   scorings=lambda run: arms_smol.scorings(args, run),
                   rows=lambda run: arms_smol.with_scores(args, run))]
 
@@ -242,11 +241,12 @@ def report(table: Table, seeds: list[str], models: dict[Job, Job], out: str, fir
         if job not in finished:
             print(f"not finished, left out: {job.name}", file=sys.stderr, flush=True)
     if finished:
-        runs = [named(read_run(models[job].folder, watched=list(table.watched)), job.name) for job in finished]
+        runs = [row for job in finished for row in table.rows(
+            named(read_run(models[job].folder, watched=list(table.watched)), job.name))]
         for setting in {run.task for run in runs}:
             check_comparable([run for run in runs if run.task == setting and run.arm in table.alike])
         make_folder(out)
-        print0(write_all(table, [row for run in runs for row in table.rows(run)], out, first_line))
+        print0(write_all(table, runs, out, first_line))
         if trained := table.training(seeds):
             write_csv(tidy(trained), os.path.join(out, f"{table.name}_training.csv"))
     return len(finished) == len(jobs)
@@ -276,14 +276,20 @@ def main(args) -> None:
     started = time.time()
     if not all(carry_out_all(stage, at_once) for stage in [first, *stages[:-1]]):
         sys.exit(1)  # what comes next starts from it
-    is_whole, models = carry_out_all(stages[-1], at_once), models_of(stages[-1])
-    is_whole &= carry_out_all([score for job, scores in scorings.items() if models[job].is_done() for score in scores],
-                              at_once)
+    models, stop = models_of(stages[-1]), None
+    of_run = {score: job for job, scores in reversed(scorings.items()) for score in scores}  # the first that has it
+    after = {models[job]: [score for score in scores if of_run[score] is job] for job, scores in scorings.items()}
+    try:
+        is_whole = carry_out_all(stages[-1], at_once, after)
+    except StopRequested as error:  # the tables of what is finished are written all the same
+        is_whole, stop = False, error
     command = shlex.join(["bash", "dev/experiments/run.sh", *sys.argv[1:]])
     minutes = (time.time() - started) // 60
     first_line = f"`{command}`: {minutes:.0f} minutes, {at_once} runs at a time; what was finished was not run again."
     for table in tables:
         is_whole &= report(table, seeds, models, os.path.join(folders[0], table.folder), first_line)
+    if stop:
+        raise stop
     if not is_whole:
         sys.exit(1)
 

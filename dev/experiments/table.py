@@ -1,8 +1,9 @@
 """
 The one table of all experiments: arms seed by seed, and their differences from a baseline in pairs, with intervals.
 
-A pair is the same seed: the same SFT checkpoints and problems. All is in percent and points but tokens. ± after a mean
-is the standard deviation over seeds, after a difference half of its 95% interval (Student's t).
+A pair is the same seed: the same SFT checkpoints, held-out problems and order of problems in RL, of which the steps of
+a verifier that is trained take some. All is in percent and points but tokens. ± after a mean is the standard deviation
+over seeds, after a difference half of its 95% interval (Student's t).
 """
 import os
 from collections.abc import Callable
@@ -22,13 +23,14 @@ WATCHED = {"gen/pass1_in": "pass@1", "gen/pass1_out": "pass@1, longer problems",
 
 
 class Table(NamedTuple):
-    """What a table is about. name: of its file; folder: below --out; words: what it compares; watched: metrics that are
-    shown, first and last; compared: those that are compared, by default the first of these; all_metrics: the csv and
-    the curves have those of every report, too; partners: another arm to compare an arm with; longer: the baseline with
-    as many tokens as the dearest arm, where an arm's curve does not tell where it was at the baseline's; titles, own:
-    columns of its own, and their texts for an arm and its seeds; scorings: (a run's name) -> jobs that score it when it
-    is finished; rows: (run) -> the runs that it is in the table; alike: arms whose runs must be comparable by their
-    flags; training: (seeds) -> the runs that trained what the arms use, whose points go into <name>_training.csv."""
+    """What a table is about. name: of its file; folder: below --out; words: what it compares; watched: metrics that
+    are shown, first and last; compared: those that are compared, by default the first of these; all_metrics: the
+    csv and the curves have those of every report, too; partners: another arm to compare an arm with; longer: the
+    baseline with as many tokens as the dearest arm, where an arm's curve does not tell where it was at the
+    baseline's; titles, own: columns of its own, and their texts for an arm and its seeds; scorings: (a run's name)
+    -> jobs that score it when it is finished; rows: (run) -> the runs that it is in the table; alike: arms whose
+    runs must be comparable by their flags; apart: arms of another start, which are compared with their partner
+    alone; training: (seeds) -> the runs that trained what the arms use, whose points go into <name>_training.csv."""
     name: str
     experiments: list[Experiment]
     folder: str = ""
@@ -44,6 +46,7 @@ class Table(NamedTuple):
     scorings: Callable[[str], list[Job]] = lambda run: []
     rows: Callable[[Run], list[Run]] = lambda run: [run]
     alike: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
     training: Callable[[list[str]], list[Run]] = lambda seeds: []
 
 
@@ -99,14 +102,14 @@ def compared_row(table: Table, arm: str, of_arm: dict[str, dict[int, Run]], seed
     many tokens."""
     mine = of_arm[arm]
     finals = {name: {seed: run.points[-1].get(metric) for seed, run in runs.items()} for name, runs in of_arm.items()}
-    baseline = of_arm.get(table.baseline, {}) if arm != table.baseline else {}
+    baseline = of_arm.get(table.baseline, {}) if arm not in (table.baseline, *table.apart) else {}
     of_baseline, partner = finals.get(table.baseline, {}), table.partners.get(arm)
     gains = less(finals[arm], of_baseline) if baseline else {}
     equal = {seed: at_equal_tokens(run, baseline[seed], metric) for seed, run in mine.items() if seed in baseline}
     told = lambda differences: paired(list(differences.values()), len(mine))
     of_partner = told(less(finals[arm], finals.get(partner, {})))
     if table.longer:
-        at_its_tokens = less(finals[arm], finals.get(table.longer, {})) if arm != table.longer else {}
+        at_its_tokens = {} if arm in (table.longer, *table.apart) else less(finals[arm], finals.get(table.longer, {}))
     else:
         at_its_tokens = less(equal, of_baseline)
     oracle = less(finals.get(ORACLE, {}), of_baseline)
