@@ -76,7 +76,8 @@ ARMS = {
     "low_grpo": f"{LIGHT} --model-tag {{low_gen}}",
     "low_fixed": f"--recipe fixed_verifier --model-tag {{low_gen}} {JUDGED}",
     "low_tango": f"{TANGO} --model-tag {{low_gen}}",
-    # remedies: alpha follows the verifier's skill, or the verifier changes little
+    # remedies: the verifier learns first, alpha follows its skill, or it changes little
+    "tango_warm": TANGO.replace("--warmup-steps 2 ", "--warmup-steps 20 "),
     "tango_by_j": f"{TANGO} --weigh-by-j",
     "tango_gentle": f"{TANGO} --verifier-lr 5e-6",
     # another generator, rewarded by the verifier as SFT left it and as Tango did
@@ -87,7 +88,7 @@ ARMS = {
 PARTNERS = {
     **dict.fromkeys(["tango", "outcome_verifier", "small_fixed"], "fixed_verifier"),
     **dict.fromkeys(["fixed_verifier", "gold_steps"], "grpo_tenth"),
-    **dict.fromkeys(["tango_by_j", "tango_gentle"], "tango"),
+    **dict.fromkeys(["tango_warm", "tango_by_j", "tango_gentle"], "tango"),
     **{f"{name}_fixed": f"{name}_grpo" for name in FEW}, **{f"{name}_tango": f"{name}_fixed" for name in FEW},
     "ttrl": "few_grpo", "one_trunk": "grpo_both",
     "small_tango": "small_fixed", "low_fixed": "low_grpo", "low_tango": "low_fixed",
