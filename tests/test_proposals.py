@@ -183,7 +183,8 @@ def test_an_evaluation_has_the_limits_of_solutions_and_of_verifications(base):
     t.evaluating, draw = True, t.sample
     t.sample = lambda *args, **options: limits.append((rollouts := draw(*args, **options)).limit) or rollouts
     mae.evaluate(t)
-    assert limits == [8] * 5 + [20] * 3  # the start's solutions, pass@1 and the present ones; then what is judged
+    # the start's solutions, pass@1 and verdicts on its examples; the present ones; then what is judged
+    assert limits == [*[8] * 4, 20, 8, *[20] * 3]
 
 
 def test_a_completion_without_an_end_is_no_problem(base):
