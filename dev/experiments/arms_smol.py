@@ -77,7 +77,7 @@ ARMS = {
     "low_fixed": f"--recipe fixed_verifier --model-tag {{low_gen}} {JUDGED}",
     "low_tango": f"{TANGO} --model-tag {{low_gen}}",
     # remedies: the verifier learns first, alpha follows its skill, or it changes little
-    "tango_warm": TANGO.replace("--warmup-steps 2 ", "--warmup-steps 20 "),
+    "tango_warm": f"{TANGO} --warmup-steps 20",  # the last one counts
     "tango_by_j": f"{TANGO} --weigh-by-j",
     "tango_gentle": f"{TANGO} --verifier-lr 5e-6",
     # another generator, rewarded by the verifier as SFT left it and as Tango did
@@ -98,15 +98,15 @@ SAMPLES = "--temperature 1 --num-samples 8 --max-problems 200"
 SCORED = {"gen/sampled_in": ("sampled, templates of training", "reasoning_gym", ("test_in",)),
           "gen/sampled_out": ("sampled, unseen templates", "reasoning_gym", ("test_out",)),
           "gen/sampled_words": ("sampled, problems in GSM8K's form", "gsm8k", ("test_in", "test_out"))}
-# The verdicts of an evaluation are greedy, those that reward are sampled.
 WATCHED = {"gen/pass1_in": "greedy", "gen/pass1_out": "greedy, unseen templates",
-           "ver/balanced_acc_fixed": "greedy verdicts: balanced accuracy, the start's solutions",
-           "ver/step_f1_fixed": "step F1, the start's solutions",
-           "ver/step_f1_current": "step F1, current solutions",
-           "ver/outcome_f1_current": "outcome F1, current solutions",
-           "ver/wrong_steps_passed_current": "wrong steps passed, current solutions",
-           "gen/verdicts/wrong_steps_passed": "sampled verdicts: wrong steps passed",
-           "gen/verdicts/right_steps_blamed": "right steps blamed"}
+           "ver/balanced_acc_fixed": "greedy verdicts on the start's solutions: balanced accuracy",
+           "ver/step_f1_fixed": "greedy verdicts on the start's solutions: step F1",
+           "ver/step_f1_current": "greedy verdicts on current solutions: step F1",
+           "ver/outcome_f1_current": "greedy verdicts on current solutions: outcome F1",
+           "ver/wrong_steps_passed_current": "greedy verdicts on current solutions: wrong steps passed",
+           # those that reward
+           "gen/verdicts/wrong_steps_passed": "sampled verdicts in training: wrong steps passed",
+           "gen/verdicts/right_steps_blamed": "sampled verdicts in training: right steps blamed"}
 
 
 def num_steps(args, arm: str) -> int:
