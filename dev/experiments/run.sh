@@ -4,7 +4,7 @@
 # interrupted ones go on. All of it is in NANOCHAT_BASE_DIR, unless set ~/.cache/nanochat-tango-fig4 (fig4 and pays),
 # -selfplay, -verifiers or -smollm2. On 2 cores three seeds of fig4 take 40 minutes (chain) to two hours (mixture), a
 # seed of pays 45 minutes, selfplay and three seeds of verifiers two to three hours each. Of smol a seed of
-# GRPO, a fixed verifier and Tango takes two hours with its scores, after SFTs of half an hour, a run up to 7 GB of memory.
+# GRPO, a fixed verifier and Tango takes two hours with scores, after SFTs of half an hour. A run takes 7 GB of memory.
 #   bash dev/experiments/run.sh --help        # all flags, and examples
 #   bash dev/experiments/run.sh --list flags  # the flags of every arm; selfplay --list: of every process
 set -euo pipefail
