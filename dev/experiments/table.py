@@ -23,14 +23,14 @@ WATCHED = {"gen/pass1_in": "pass@1", "gen/pass1_out": "pass@1, longer problems",
 
 
 class Table(NamedTuple):
-    """What a table is about. name: of its file; folder: below --out; words: what it compares; watched: metrics that
-    are shown, first and last; compared: those that are compared, by default the first of these; all_metrics: the
-    csv and the curves have those of every report, too; partners: another arm to compare an arm with; longer: the
-    baseline with as many tokens as the dearest arm, where an arm's curve does not tell where it was at the
-    baseline's; titles, own: columns of its own, and their texts for an arm and its seeds; scorings: (a run's name)
-    -> jobs that score it when it is finished; rows: (run) -> the runs that it is in the table; alike: arms whose
-    runs must be comparable by their flags; apart: arms of another start, which are compared with their partner
-    alone; training: (seeds) -> the runs that trained what the arms use, whose points go into <name>_training.csv."""
+    """What a table is about. name: of its file; folder: below --out; words: what it compares; watched: metrics that are
+    shown, first and last; compared: those that are compared, by default the first of these; all_metrics: the csv has
+    those of every report, too, and so have the curves without `compared`; partners: another arm to compare an arm with;
+    longer: the baseline with as many tokens as the dearest arm, where an arm's curve does not tell where it was at the
+    baseline's; titles, own: columns of its own, and their texts for an arm and its seeds; scorings: (a run's name) ->
+    jobs that score it when it is finished; rows: (run) -> the runs that it is in the table; alike: arms whose runs must
+    be comparable by their flags; apart: arms of another start, which are compared with their partner alone; training:
+    (seeds) -> the runs that trained what the arms use, whose points go into <name>_training.csv."""
     name: str
     experiments: list[Experiment]
     folder: str = ""
@@ -141,7 +141,7 @@ def write_all(table: Table, runs: list[Run], out: str, first_line: str) -> str:
         of_setting = [run for run in runs if run.task == setting]
         path, rows = os.path.join(out, setting), tidy(of_setting)
         write_csv([row for row in rows if table.all_metrics or row["metric"] in table.watched], f"{path}.csv")
-        draw_curves(of_setting, f"{path}.png", None if table.all_metrics else table.watched)
+        draw_curves(of_setting, f"{path}.png", None if table.all_metrics and not table.compared else shown_of(table))
     about = f"{table.name}: {table.words}" if table.words else ""
     text = "\n\n".join(filter(None, [first_line, about, table_of(table, runs), provenance(runs)])) + "\n"
     with whole_file(os.path.join(out, f"{table.name}.md")) as f:
