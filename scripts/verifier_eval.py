@@ -96,7 +96,7 @@ def make_parser():
     group = parser.add_argument_group("best of n")
     add_generator_args(group, is_needed=False)
     group.add_argument("--judge-report", action="store_true",
-                       help="report what ails the judge, on the same solutions (nanochat.rl.report.judge_report)")
+                       help="report its F1, what it passes and what ails it, on the same solutions (nanochat.rl.report.judge_report)")
     group.add_argument("--own-tag", default="",
                        help="judge report: a model that solves as the judge would; its solutions are judged beside "
                             "the generator's, for self-preference")
@@ -357,7 +357,8 @@ def judged_of(rows: list[dict], k: int) -> list[dict]:
             is_read = bool(labels) and not too_long
             judged.append({"outcome": outcome, "length": length, "malformed": malformed, "labels": labels,
                            "share": None if too_long else final_share(verdicts, []),
-                           "verifications": 0 if too_long else k, "step_verdicts": step_verdicts if is_read else [],
+                           "verifications": 0 if too_long else k, "verdicts": [] if too_long else verdicts,
+                           "step_verdicts": step_verdicts if is_read else [],
                            "rationales": rationales if is_read else []})
     return judged
 

@@ -20,8 +20,8 @@ def task_of(*flags: str):
 
 def row(outcome, share, length=4, labels=(), step_verdicts=(), rationales=(), malformed=0, k=1) -> dict:
     return {"outcome": outcome, "share": share, "length": length, "verifications": k, "malformed": malformed,
-            "labels": list(labels), "step_verdicts": [list(x) for x in step_verdicts],
-            "rationales": [list(x) for x in rationales]}
+            "verdicts": [] if share is None else [share >= 0.5] * k, "labels": list(labels),
+            "step_verdicts": [list(x) for x in step_verdicts], "rationales": [list(x) for x in rationales]}
 
 
 @pytest.mark.parametrize("fmt, text, analyses", [
@@ -69,6 +69,12 @@ def test_a_report_by_hand():
     assert found["verdict_acc"] == 3 / 4
     assert found["rationale_acc"] == 1 / 3   # of three analyses
     assert found["wrong_reason"] == 1 / 2    # of the two right verdicts that have one
+    assert found["right_steps_blamed"] == 1 / 4 and found["wrong_steps_passed"] is found["rejected_rightly"] is None
+    assert found["step_f1"] == (6 / 7 + 0) / 2
+    found = judge_report([row(False, 0.0, labels=[False, False, False, True], rationales=[[True, True, False, True]],
+                              step_verdicts=[[True, False, False, False]]), row(True, 1.0)])
+    assert found["wrong_steps_passed"] == 1 / 3 and found["rejected_rightly"] == 1 / 2
+    assert found["outcome_f1"] == found["balanced_acc"] == 1
     # Own solutions get .3 more where they are right and .1 more where they are wrong.
     others = [row(True, 0.2, 10), row(True, 0.4, 20), row(True, 0.6, 30), row(False, 0.5, 10), row(False, 0.1, 20)]
     own = [row(True, 0.7), row(False, 0.4), row(None, 1.0), row(True, None)]

@@ -1,13 +1,17 @@
 """
-What ails a judge: judgments that cannot be read, that follow a solution's length or its author, and right verdicts for
-wrong reasons.
+What ails a judge: errors that it passes, judgments that cannot be read, that follow a solution's length or its author,
+and right verdicts for wrong reasons.
 
 A judged solution is a dict: outcome (bool or None), length (tokens), share (of its verifications that call it CORRECT,
-None where it was not verified), verifications, malformed (numbers of them), labels (gold, per step), step_verdicts and
-rationales (a row per verification, an entry per step; a rationale is True where the analysis after a verdict is right,
-None where there is none). k verifications, K steps.
+None where it was not verified), verifications, malformed (numbers of them), labels (gold, per step), verdicts (of each
+verification), step_verdicts and rationales (a row per verification, an entry per step; a rationale is True where the
+analysis after a verdict is right, None where there is none). k verifications, K steps.
 """
-from nanochat.rl.measure.scores import aligned, correlation, share_of
+from itertools import zip_longest
+
+from nanochat.rl.measure.scores import aligned, correlation, share_of, verdict_scores
+
+SCORES = ("outcome_f1", "balanced_acc", "step_f1", "first_error_f1", "wrong_steps_passed", "right_steps_blamed")
 
 
 def rationales_of(task, problem, solution: str, verification) -> list[bool | None]:
@@ -32,13 +36,18 @@ def judge_report(judged: list[dict], own: list[dict] | None = None) -> dict:
         row["step_verdicts"], row["rationales"], strict=True)
         for label, said, why in zip(row["labels"], verdicts, reasons, strict=True)]
     num = sum(row["verifications"] for row in judged)
-    found = {"parse_fail": sum(row["malformed"] for row in judged) / num if num else None}
+    scores = verdict_scores([[row["outcome"], row["labels"] if said else [], verdict, said, []] for row in judged
+                             for verdict, said in zip_longest(row["verdicts"], row["step_verdicts"], fillvalue=[])])
+    found = {name: scores[name] for name in SCORES}
+    found["parse_fail"] = sum(row["malformed"] for row in judged) / num if num else None
     for name, outcome in (("right", True), ("wrong", False)):
         kind = of_outcome(judged, outcome)
         found[f"length_{name}"] = correlation([row["share"] for row in kind], [float(row["length"]) for row in kind])
     found |= {"verdict_acc": share_of([said is label for label, said, _ in steps]),
               "rationale_acc": share_of([why for _, _, why in steps if why is not None]),
-              "wrong_reason": share_of([not why for label, said, why in steps if said is label and why is not None])}
+              "wrong_reason": share_of([not why for label, said, why in steps if said is label and why is not None]),
+              "rejected_rightly": share_of([why for label, said, why in steps
+                                            if label is said is False and why is not None])}
     if own is not None:
         for name, outcome in (("right", True), ("wrong", False)):
             means = [share_of([row["share"] for row in of_outcome(rows, outcome)]) for rows in (own, judged)]
@@ -54,10 +63,17 @@ def of_outcome(judged: list[dict], outcome: bool) -> list[dict]:
 
 
 WORDS = {
+    "outcome_f1": "outcome F1, percent",
+    "balanced_acc": "balanced accuracy, percent",
+    "step_f1": "step F1, percent",
+    "first_error_f1": "first error F1, percent",
+    "wrong_steps_passed": "wrong steps passed, percent",
+    "right_steps_blamed": "right steps blamed, percent",
     "parse_fail": "malformed verifications, percent",
     "verdict_acc": "step verdicts that are right, percent",
     "rationale_acc": "analyses that are right, percent of those that there are",
     "wrong_reason": "right verdicts after a wrong analysis, percent",
+    "rejected_rightly": "rejected wrong steps after a right analysis, percent",
     "length_right": "correlation of CORRECT with length, right solutions",
     "length_wrong": "correlation of CORRECT with length, wrong solutions",
     "own_right": "CORRECT on its own right solutions, less on the generator's, points",
