@@ -10,6 +10,7 @@ HumanEval is not here: it runs what a model wrote.
 """
 import argparse
 import os
+from collections import Counter
 
 import torch
 
@@ -23,7 +24,7 @@ from nanochat.rl.measure.scores import majority, pass_at_k, share_of
 from nanochat.rl.play.sampling import Sampler
 from nanochat.rl.records.outcomes import answers_of, labels_of, lenient_outcomes, outcomes_of, problems_of
 from nanochat.rl.records.prompts import check_prompts_fit
-from nanochat.storage.files import check_writable, make_folder, path_of, write_json
+from nanochat.storage.files import check_writable, make_folder, path_of, read_json, write_json
 from scripts.verifier_eval import load_generator
 from tasks import TASKS, add_task_args, make_task, task_flags
 from tasks.multiple_choice import CHOICE_SETS, RANDOM_BASELINE, choice_prompt, load_choices
@@ -122,9 +123,20 @@ def print_rows(name: str, rows: list[list], n: int) -> dict[str, float]:
     return scores | counts
 
 
-def evaluate_task(args, name: str, model, tokenizer, device) -> dict[str, dict]:
+def load_tasks(args) -> dict:
+    """The tasks and the choices that are asked for, by name. Raises BadInput."""
+    found = {}
+    for name in args.task.split("|"):
+        if name in TASKS:
+            found[name] = make_task(argparse.Namespace(**{**vars(args), "task": name}))
+            found[name].problem("test_in", 0)  # there must be some
+        else:
+            found[name] = load_choices(name, args.choices, args.max_problems)
+    return found
+
+
+def evaluate_task(args, name: str, task, model, tokenizer, device) -> dict[str, dict]:
     """Prints a generative task's scores on both test splits, a mixture's also by part. -> those of each split"""
-    task = make_task(argparse.Namespace(**{**vars(args), "task": name}))
     sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, 0, args.temperature or 1.0, args.top_k,
                       calculator=args.calculator and tokenizer.has_calculator, max_rows=args.max_rows)
     scores = {}
@@ -163,20 +175,34 @@ def letter_token(tokenizer, letter: str) -> int:
     return tokens[0]
 
 
+def is_scores(path: str) -> bool:
+    """Whether a file is what this script writes."""
+    try:
+        return read_json(path).keys() == {"tag", "step", "seed", "tasks"}
+    except BadInput:
+        return False
+
+
 def check_args(args) -> None:
     if 0 <= args.max_problems < rank_and_world()[1]:
         raise BadInput(f"-x {args.max_problems}: must be at least 1 per rank, or -1")
     check_temperature("--temperature", args.temperature)
+    if args.task_name and args.task:
+        raise BadInput(f"--task {args.task}: -a {args.task_name} names what is evaluated")
     asked = args.task_name or args.task or ""
+    if twice := [name for name, count in Counter(asked.split("|")).items() if count > 1]:
+        raise BadInput(f"-a {asked}: names {twice[0]} twice")
     unknown = [name for name in asked.split("|") if asked and name not in {**TASKS, **CHOICE_SETS}]
     if unknown:
         raise BadInput(f"-a {asked}: {unknown[0]!r} is not a task; there are {', '.join([*TASKS, *CHOICE_SETS])}")
     if args.temperature == 0 and args.num_samples > 1:
         raise BadInput(f"-n {args.num_samples}: greedy samples are all the same; give -t above 0")
     if args.out:
-        check_writable(args.out)
+        check_writable(os.path.dirname(os.path.abspath(args.out)))
         if os.path.isdir(args.out):
             raise BadInput(f"--out {args.out}: is a folder")
+        if os.path.exists(args.out) and not is_scores(args.out):
+            raise BadInput(f"--out {args.out}: is there, and no earlier result of this script; take another name")
     if args.choices and not set(asked.split("|")) & set(CHOICE_SETS):
         raise BadInput(f"--choices {args.choices}: is for {', '.join(CHOICE_SETS)}, and -a names none of them")
 
@@ -190,16 +216,15 @@ def main(args) -> None:
     device = init_device(args.device_type)
     model, step = load_generator(args, args.step, tokenizer, device)
     scores = {}
-    for name in args.task.split("|"):
+    for name, asked in load_tasks(args).items():
         if name in TASKS:
-            scores[name] = evaluate_task(args, name, model, tokenizer, device)
+            scores[name] = evaluate_task(args, name, asked, model, tokenizer, device)
             continue
-        choices = load_choices(name, args.choices, args.max_problems)
-        accuracy, num_long = letter_accuracy(model, tokenizer, choices, device)
+        accuracy, num_long = letter_accuracy(model, tokenizer, asked, device)
         left_out = f" | {num_long} longer than the context" if num_long else ""
-        print0(f"{name:40s} {len(choices):5d} questions | accuracy {100 * accuracy:5.1f}% "
+        print0(f"{name:40s} {len(asked):5d} questions | accuracy {100 * accuracy:5.1f}% "
                f"(chance {100 * RANDOM_BASELINE:.0f}%){left_out}")
-        scores[name] = {"accuracy": accuracy, "questions": len(choices)}
+        scores[name] = {"accuracy": accuracy, "questions": len(asked)}
     if args.out and rank_and_world()[0] == 0:
         make_folder(os.path.dirname(os.path.abspath(args.out)))
         write_json(args.out, {"tag": args.generator_tag, "step": step, "seed": args.seed, "tasks": scores})

@@ -96,7 +96,7 @@ def make_parser():
     group = parser.add_argument_group("best of n")
     add_generator_args(group, is_needed=False)
     group.add_argument("--judge-report", action="store_true",
-                       help="report its F1, what it passes and what ails it, on the same solutions (nanochat.rl.report.judge_report)")
+                       help="report its F1 and what ails it, on the same solutions (nanochat.rl.report.judge_report)")
     group.add_argument("--own-tag", default="",
                        help="judge report: a model that solves as the judge would; its solutions are judged beside "
                             "the generator's, for self-preference")

@@ -74,8 +74,24 @@ def test_what_is_printed_can_be_kept_as_json(capsys, base):
         assert {title: percent(value, 1) for title, value in found.items()} == printed[name]
 
 
-def test_a_folder_is_no_file_for_scores(capsys, base):
+def test_scores_replace_earlier_ones_and_nothing_else(capsys, base):
+    out = base / "scores.json"
+    for num in ("2", "3"):
+        scores(capsys, "-x", num, "--out", str(out))
+    assert json.loads(out.read_text())["tasks"]["chain"]["test_in"]["problems"] == 3
+    out.write_text("{}")
+    assert "no earlier result" in refused(capsys, chat_eval, "-i", "sft", "--out", str(out))
+    assert out.read_text() == "{}"
     assert "is a folder" in refused(capsys, chat_eval, "-i", "sft", "--out", str(base))
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["-a", "chain|gsm8k", "--gsm8k-data", "nowhere"], "nowhere"),
+    (["-a", "chain|ARC-Easy", "--choices", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+    (["-a", "chain|chain"], "names chain twice"), (["-a", "chain", "--task", "last_letter"], "--task last_letter")])
+def test_all_that_is_asked_for_is_checked_before_the_first_is_evaluated(capsys, base, monkeypatch, flags, words):
+    monkeypatch.setattr(chat_eval, "solve", None)
+    assert words in refused(capsys, chat_eval, "-i", "sft", *flags)
 
 
 def test_what_cannot_be_scored_is_counted(capsys, base, monkeypatch):
