@@ -73,14 +73,21 @@ def print0(*args) -> None:
             print(f"WARNING: nothing more is shown: stdout: {error.strerror}", file=sys.stderr, flush=True)
 
 
+def available_devices() -> list[str]:
+    """Types of devices that are there, the best one first."""
+    return ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available() + ["cpu"]
+
+
+def check_device(device_type: str) -> None:
+    """Raises BadInput for a type of device that is not there."""
+    if device_type not in available_devices():
+        raise BadInput(f"--device-type {device_type}: available are {', '.join(available_devices())}")
+
+
 def init_device(device_type: str) -> torch.device:
     """The device of this rank ("" picks the best), and the process group when launched by torchrun. Raises BadInput."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if device_type == "":
-        device_type = next(name for name, there in available.items() if there)
-    if not available.get(device_type):
-        raise BadInput(f"--device-type {device_type}: available are "
-                       f"{', '.join(name for name, there in available.items() if there)}")
+    device_type = device_type or available_devices()[0]
+    check_device(device_type)
     if os.environ.keys() & {"TORCHELASTIC_RUN_ID", "NANOCHAT_STOP_WITH_PARENT"}:
         stop_with_parent()
     if device_type == "cpu":

@@ -7,6 +7,7 @@
 #   ARM=fixed_verifier bash runs/runcpu.sh     # from the same SFT checkpoints, with a verifier that RL leaves alone
 #   ARM=paper bash runs/runcpu.sh              # or with step rewards as in the paper (eq. 3 and 7)
 set -euo pipefail
+[ $# = 0 ] || { echo "$1: is no flag of this script; its first lines say which variables it takes" >&2; exit 2; }
 SEED=${SEED:-0} ARM=${ARM:-tango}
 RUN=chain-$ARM-s$SEED JUDGING="--warmup-steps 40 --verifier-balance --verifier-replay 0.5"
 case $ARM in

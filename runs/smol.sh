@@ -13,6 +13,7 @@
 # Other dials: STEPS (of the generator), BATCH (problems per step), SFT_STEPS, LR and SFT_LR (rates), EVALS (problems of
 # each held-out split), NPROC, DEVICE="--device-type cuda".
 set -euo pipefail
+[ $# = 0 ] || { echo "$1: is no flag of this script; its first lines say which variables it takes" >&2; exit 2; }
 SEED=${SEED:-0} ARM=${ARM:-tango} TASK=${TASK:-gsm_symbolic} DATA=${DATA:-} SOURCE=${SOURCE:-}
 STEPS=${STEPS:-12} BATCH=${BATCH:-32} SFT_STEPS=${SFT_STEPS:-120} EVALS=${EVALS:-128} LR=${LR:-1.5e-5}
 DEVICE=${DEVICE:---device-type cpu}

@@ -5,6 +5,7 @@
 #   bash runs/soak.sh
 #   MINUTES=5 bash runs/soak.sh
 set -euo pipefail
+[ $# = 0 ] || { echo "$1: is no flag of this script; its first lines say which variables it takes" >&2; exit 2; }
 MINUTES=${MINUTES:-60} OUT=${OUT:-dev/curves/soak}
 source "$(dirname "$0")/setup.sh"
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-cpu}

@@ -10,6 +10,7 @@
 # Run it again after it was stopped: every stage goes on from its last checkpoint, finished ones say so. WANDB_RUN=name
 # logs to wandb.
 set -euo pipefail
+[ $# = 0 ] || { echo "$1: is no flag of this script; its first lines say which variables it takes" >&2; exit 2; }
 source "$(dirname "$0")/setup.sh"
 SCALE=${SCALE:-full}
 [ -n "${WANDB_RUN:-}" ] || export WANDB_MODE=disabled

@@ -14,6 +14,7 @@
 # sizes yet: memory and hours that the script prints are computed.
 # Run it again after it was stopped: every stage goes on from its last checkpoint. WANDB_RUN=name logs to wandb.
 set -euo pipefail
+[ $# = 0 ] || { echo "$1: is no flag of this script; its first lines say which variables it takes" >&2; exit 2; }
 source "$(dirname "$0")/setup.sh"
 SCALE=${SCALE:-7b}
 [ -n "${WANDB_RUN:-}" ] || export WANDB_MODE=disabled

@@ -29,11 +29,12 @@ SCRIPTS = {f"scripts.{script.__name__.partition('.')[2]}": script for script in 
 # name or tag of what fails; STOPS: the run that has its parent signalled, and then waits.
 STUB = """#!/bin/sh
 echo "$*" >> "$CALLS"
-module=$2 model= verifier= run= out= steps=700
+module=$2 role= model= verifier= run= out= steps=700
 while [ $# -gt 0 ]; do
-    case $1 in --model-tag) model=$2 ;; --verifier-tag) verifier=$2 ;; --run) run=$2 ;; --num-steps) steps=$2 ;;
-        --out) out=${2%/*} ;; esac; shift
+    case $1 in --role) role=$2 ;; --model-tag) model=$2 ;; --verifier-tag) verifier=$2 ;; --run) run=$2 ;;
+        --num-steps) steps=$2 ;; --out) out=${2%/*} ;; esac; shift
 done
+[ "$role" != verifier ] || verifier=${verifier:-$model-ver}
 [ "$module" != scripts.chat_sft ] || run=${verifier:-$model}
 [ "$run" != "${FAILS:-none}" ] || { echo "first"; echo "bad luck"; exit 3; }
 [ "$run" != "${STOPS:-none}" ] || { kill -"$SIGNAL" $PPID; exec sleep 60; }
@@ -256,7 +257,7 @@ def test_each_job_comes_after_what_it_reads():
      [["sft-small_chain-s3"], ["sft-small_chain-s3-ver", "sft-small_chain-s3-ver-long"],
       ["sft-small_chain-s3-ver-solve_pair"], ["verifiers-train_rm_r1-s3"], ["verifiers-sft-s3", "verifiers-rm_r1-s3"]]),
     (lambda: of_smol(["other_tango", "one_trunk"]),
-     [["import-smollm2"], ["sft-smol-s0", "sft-smol-s1"], ["sft-smol-s0-ver", "sft-smol-s0-both"], ["smol-tango-s3"],
+     [["import-smollm2"], ["sft-smol-s0", "sft-smol-s1"], ["sft-smol-s0-ver", "sft-smol-s0-both"], ["smol-tango-s1"],
       ["smol-other_tango-s3", "smol-one_trunk-s3"]]),
     (lambda: arms_verifiers.experiment(["prm_strong"]),
      [["sft-small_chain-s3"], ["verifiers-oracle-s3", "labels-gold-s3"], ["labels-omega_strong-s3"],
@@ -458,7 +459,46 @@ def test_a_run_that_fails_is_told_and_left_out_and_the_others_go_on(world):
 def test_nothing_starts_from_an_sft_that_failed(world):
     world.monkeypatch.setenv("FAILS", "chain-s1-ver")
     code, _, err = world.run("--arms", "tango grpo", "--seeds", "1 2")
-    assert code == 1 and err.startswith("failed: ") and len(world.calls("chat_sft")) == 4 and world.runs() == []
+    assert code == 1 and err.startswith("failed: ") and err.endswith("\nnot finished, left out: chain-tango-s1\n")
+    assert len(world.calls("chat_sft")) == 4 and world.runs() == ["chain-tango-s2", "chain-grpo-s1", "chain-grpo-s2"]
+
+
+def test_a_stop_while_a_start_is_made_leaves_the_table(smol):
+    """A run that another arm starts from, with the next seed, comes before all arms."""
+    for name, value in (("STOPS", "smol-tango-s1"), ("SIGNAL", "TERM")):
+        smol.monkeypatch.setenv(name, value)
+    assert smol.run("smol", "--arms", "tango grpo other_tango", "--seeds", "2 3")[0] == 143
+    assert smol.runs() == ["smol-tango-s3", "smol-tango-s1"]
+    assert smol.table("smol")[0]["percent, seeds 3"] == "50.0"
+
+
+def test_paths_with_spaces_are_refused_before_any_run(world):
+    world.monkeypatch.setenv("NANOCHAT_BASE_DIR", str(world.base / "my runs"))
+    code, _, err = world.run("--arms", "grpo")
+    assert code == 2 and "my runs: cannot be a path with spaces" in err and not (world.base / "my runs").exists()
+
+
+def test_a_device_that_is_not_there_is_refused_before_any_run(smol, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, err = smol.run("smol", "--device-type", "cuda")
+    assert code == 2 and "--device-type cuda: available are" in err and not (smol.base / "logs").exists()
+
+
+def test_a_run_that_could_not_be_scored_has_no_change(smol):
+    """Its start is scored, and damaged scores are one line."""
+    assert smol.run("smol", "--arms", "tango", "--seeds", "1")[0] == 0
+    scores = smol.base / "runs" / "smol-tango-s1" / "scores_60" / "reasoning_gym" / "scores.json"
+    assert smol.table("smol")[0]["sampled, templates of training, first -> last"] == "20.0 -> 50.0"
+    scores.write_text('{"tasks": {}}')
+    code, _, err = smol.run("smol", "--arms", "tango", "--seeds", "1")
+    assert code == 2 and "scores.json: has no reasoning_gym" in err and err.count("\n") == 1
+
+
+def test_what_is_watched_by_thirds():
+    logged = [{"gen/verdicts/wrong_steps_passed": x} for x in (0.5, 0.7, 0.0, 0.0, 0.1, 0.2)]
+    first, last = arms_smol.thirds_of([{"gen/reward": 1}, *logged])
+    assert first == {"thirds/wrong_steps_passed": pytest.approx(0.6)}
+    assert last == {"thirds/wrong_steps_passed": pytest.approx(0.15)}
 
 
 @pytest.mark.parametrize("name", ["TERM", "INT"])
@@ -483,7 +523,8 @@ def test_a_signal_stops_the_run_and_starts_nothing_new(world, name):
     (["selfplay", "--families", "nobody"], ["--families nobody", "no_labels"]),
     (["selfplay", "--families", "votes kernel", "--arms", "ttrl"], ["of which family"]),
     (["verifiers", "--arms", "orm nobody"], ["--arms nobody", "prm_gold"]),
-    (["smol", "--gsm8k-data", "a b"], ["with spaces"]), (["--gsm8k-data", "x"], ["--gsm8k-data: fig4"]),
+    (["smol", "--gsm8k-data", "a b"], ["with spaces"]), (["smol", "--gsm8k-data", ""], ["--gsm8k-data"]),
+    (["--seeds", "1", "smol"], ["smol: stands before all flags"]), (["--gsm8k-data", "x"], ["--gsm8k-data: fig4"]),
 ])
 def test_what_there_is_not_is_one_line(world, flags, words):
     code, out, err = world.run(*flags)

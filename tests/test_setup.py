@@ -1,5 +1,6 @@
 """The set-up of the scripts in runs/, on a project without packages, and a project that was copied."""
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -224,3 +225,9 @@ def test_ctrl_c_while_a_program_imports_is_one_line(tmp_path, command, last):
         lines = program.communicate()[1].splitlines()
         assert lines[-1] == expected and program.returncode == (-signal.SIGINT if "sleep" in work else 1)
         assert (len(lines) == 1) == (expected == "stopped by Ctrl-C")
+
+
+@pytest.mark.parametrize("name", ["runcpu", "smol", "soak", "speedrun", "tango_qwen"])
+def test_a_script_without_flags_starts_nothing_where_one_is_given(name):
+    done = subprocess.run(["bash", ROOT / "runs" / f"{name}.sh", "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and re.fullmatch("--help: is no flag of .*\n", done.stderr)

@@ -50,6 +50,19 @@ def test_steps_are_counted_by_their_error_in_the_first_and_the_last_third(task):
 
 def test_rollouts_of_other_problems_are_refused(task):
     row = {"step": 0, "role": "generator", "problem": "1+1", "solution": "=", "verification": ""}
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(BadInput, match="r: a problem of its rollouts is none"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(BadInput, match="r, its rollouts: a problem is none"):
         patch.setattr(verdict_kinds, "MOST_PROBLEMS", 5)
         verdict_kinds.judged_steps(run_of([row]))
+
+
+@pytest.mark.parametrize("rollouts, words", [
+    ([], "none has a verdict"), ([{"step": 0, "role": "generator", "problem": "1+1", "solution": "="}], "none has"),
+    ([{"step": 0, "role": "generator", "verification": ""}], "has no problem")])
+def test_a_run_without_verdicts_is_refused(rollouts, words):
+    with pytest.raises(BadInput, match=words):
+        verdict_kinds.judged_steps(run_of(rollouts))
+
+
+def test_a_run_is_counted_once():
+    with pytest.raises(BadInput, match="r: is named twice"):
+        verdict_kinds.main(verdict_kinds.make_parser().parse_args(["r", "r"]))

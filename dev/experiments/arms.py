@@ -23,8 +23,8 @@ class Start(NamedTuple):
 
 
 class Experiment(NamedTuple):
-    """Arms that are compared, seed by seed. In flags {seed} and {tag} stand for the seed and the own tag, and the name
-    of a start stands for its tag, or for the file of its labels."""
+    """Arms that are compared, seed by seed. In flags {seed}, {next} and {tag} stand for the seed, for the next one of 1
+    to 3, and for the own tag; the name of a start stands for its tag, or for the file of its labels."""
     name: str                # the word before the first dash of its runs' names
     starts: dict[str, Start]
     arms: dict[str, str]     # flags of each

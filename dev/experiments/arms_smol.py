@@ -10,11 +10,12 @@ import os
 import re
 from dataclasses import replace
 from itertools import product
+from statistics import mean
 
 from dev.experiments.arms import Experiment, Start
-from dev.experiments.jobs import Job
-from nanochat.common import BadInput
+from dev.experiments.jobs import Job, check_one_word
 from nanochat.hf.files import read_json
+from nanochat.rl.report.fields import as_written, is_number, number
 from nanochat.rl.report.report import Run
 from nanochat.storage.files import path_of
 from tasks import make_task, task_flags
@@ -40,7 +41,7 @@ STEPS = 60        # of the generator in RL
 EXAMPLES = 8      # problems in each
 SFT_STEPS = 120   # of each SFT
 LONG = "grpo"     # the arm that goes on, as `longer`, until it has sampled as much as the dearest arm
-LONGER = 1.8      # times its steps
+LONGER = 1.8      # times its steps: about as many tokens as Tango samples
 RL = "--num-samples 8 --lr 1.5e-5 --kl-coef 0 --max-new-tokens 80 --eval-examples 100"
 VERDICTS = "--verifier-max-new-tokens 56"
 JUDGED = f"--verifier-tag {{ver}} {VERDICTS}"
@@ -65,7 +66,7 @@ ARMS = {
     "fixed_verifier": f"--recipe fixed_verifier {JUDGED}",
     "gold_steps": "--recipe gold_steps",
     **{arm: flags for name, num in FEW.items() for arm, flags in few_arms(name, num).items()},
-    "ttrl": "--recipe ttrl --num-votes 8",  # no problem has one
+    "ttrl": "--recipe ttrl --num-votes 8 --negative-weight 0.1",  # no problem has one
     "outcome_verifier": f"--recipe outcome_verifier --verifier-tag {{ver}} {TRAINED}",
     "grpo_tenth": LIGHT,
     "grpo_both": f"{LIGHT} --model-tag {{both}}",
@@ -80,15 +81,15 @@ ARMS = {
     "tango_warm": f"{TANGO} --warmup-steps 20",  # the last one counts
     "tango_by_j": f"{TANGO} --weigh-by-j",
     "tango_gentle": f"{TANGO} --verifier-lr 5e-6",
-    # another generator, rewarded by the verifier as SFT left it and as Tango did
+    # another generator, rewarded by the verifier as SFT left it and as Tango did, on problems of another seed
     "other_grpo": f"{LIGHT} {OTHER}",
     "other_fixed": f"--recipe fixed_verifier {OTHER} {JUDGED}",
-    "other_tango": f"--recipe fixed_verifier {OTHER} --verifier-tag {{tango}}-ver --verifier-source rl {VERDICTS}",
+    "other_tango": f"--recipe fixed_verifier {OTHER} --verifier-tag {{next_tango}}-ver --verifier-source rl {VERDICTS}",
 }
 PARTNERS = {
-    **dict.fromkeys(["tango", "outcome_verifier", "small_fixed"], "fixed_verifier"),
+    **dict.fromkeys(["tango", "small_fixed"], "fixed_verifier"),
     **dict.fromkeys(["fixed_verifier", "gold_steps"], "grpo_tenth"),
-    **dict.fromkeys(["tango_warm", "tango_by_j", "tango_gentle"], "tango"),
+    **dict.fromkeys(["outcome_verifier", "tango_warm", "tango_by_j", "tango_gentle"], "tango"),
     **{f"{name}_fixed": f"{name}_grpo" for name in FEW}, **{f"{name}_tango": f"{name}_fixed" for name in FEW},
     "ttrl": "few_grpo", "one_trunk": "grpo_both",
     "small_tango": "small_fixed", "low_fixed": "low_grpo", "low_tango": "low_fixed",
@@ -104,9 +105,9 @@ WATCHED = {"gen/pass1_in": "greedy", "gen/pass1_out": "greedy, unseen templates"
            "ver/step_f1_current": "greedy verdicts on current solutions: step F1",
            "ver/outcome_f1_current": "greedy verdicts on current solutions: outcome F1",
            "ver/wrong_steps_passed_current": "greedy verdicts on current solutions: wrong steps passed",
-           # those that reward
-           "gen/verdicts/wrong_steps_passed": "sampled verdicts in training: wrong steps passed",
-           "gen/verdicts/right_steps_blamed": "sampled verdicts in training: right steps blamed"}
+           # those that reward, over the first and over the last third of the generator's steps
+           "thirds/wrong_steps_passed": "sampled verdicts in training, by thirds: wrong steps passed",
+           "thirds/right_steps_blamed": "sampled verdicts in training, by thirds: right steps blamed"}
 
 
 def num_steps(args, arm: str) -> int:
@@ -125,7 +126,7 @@ def experiment(args, arms: list[str]) -> Experiment:
     # the arm LONG is scored at the others' last step, too
     saved = lambda arm: f"--save-every {args.steps} --keep 0" if arm == LONG else "--save-every 30 --keep 1"
     flags = {arm: f"{common} {saved(arm)} --num-steps {num_steps(args, arm)} {own}" for arm, own in ARMS.items()}
-    starts["tango"] = Start("run", f"{NAME}-tango-s{{seed}}", flags["tango"])
+    starts["next_tango"] = Start("run", f"{NAME}-tango-s{{next}}", flags["tango"].replace("{seed}", "{next}"))
     return Experiment(NAME, starts, {arm: flags[arm] for arm in arms})
 
 
@@ -167,8 +168,7 @@ def scorings(args, run: str) -> list[Job]:
 
 def check_data(folder: str) -> None:
     """Raises BadInput for problems that no run could be scored on."""
-    if len(folder.split()) != 1:
-        raise BadInput(f"--gsm8k-data {folder}: cannot be a path with spaces here")
+    check_one_word("--gsm8k-data", folder)
     flags = task_flags() | {"task": "gsm8k", "seed": 0, "gsm8k_format": "lines", "gsm8k_data": folder}
     task = make_task(argparse.Namespace(**flags))
     for split in SCORED["gen/sampled_words"][2]:
@@ -179,24 +179,37 @@ def scores_of(args, arm: str, seed: int, step: int) -> dict[str, float]:
     """Metrics of a point from chat_eval's scores, strict ones and lenient ones."""
     found = {}
     for metric, (_, task, splits) in SCORED.items():
-        if task == "gsm8k" and not args.gsm8k_data:  # what there is may be of other problems
-            continue
         path = os.path.join(folder_of(arm, seed, step, task), "scores.json")
-        of_splits = [read_json(path)["tasks"][task][split] for split in splits] if os.path.exists(path) else []
-        for name, ending in (("pass@1", ""), ("lenient", "_lenient")) if of_splits else ():
-            found[metric + ending] = (sum(scores[name] * scores["problems"] for scores in of_splits)
-                                      / sum(scores["problems"] for scores in of_splits))
+        if not os.path.exists(path) or (task == "gsm8k" and not args.gsm8k_data):  # which may be of other problems
+            continue
+        with as_written(path):
+            of_splits = [read_json(path)["tasks"][task][split] for split in splits]
+            num = sum(number(scores, "problems") for scores in of_splits)
+            for name, ending in (("pass@1", ""), ("lenient", "_lenient")):
+                found[metric + ending] = sum(number(scores, name) * scores["problems"] for scores in of_splits) / num
     return found
 
 
+def thirds_of(records: list[dict]) -> list[dict[str, float]]:
+    """Of what is watched by thirds: means over the first and over the last third of the steps that have it."""
+    ends = [{}, {}]
+    for metric in (metric for metric in WATCHED if metric.startswith("thirds/")):
+        logged = metric.replace("thirds/", "gen/verdicts/")
+        values = [record[logged] for record in records if is_number(record.get(logged))]
+        if third := len(values) // 3:
+            ends[0][metric], ends[1][metric] = mean(values[:third]), mean(values[-third:])
+    return ends
+
+
 def with_scores(args, run: Run) -> list[Run]:
-    """The run, with scores in its first and last point. Of the arm LONG two: as if it had ended with the others, and
-    all of it."""
+    """The run, with scores and thirds in its first and last point. Of the arm LONG two: as if it had ended with the
+    others, and all of it."""
     rows = []
     for step in scored_steps(args, run.arm):
         points = [dict(point) for point in run.points if point["gen_step"] <= step]
-        points[0] |= scores_of(args, run.arm, run.seed, 0)
-        points[-1] |= scores_of(args, run.arm, run.seed, step)
+        first, last = thirds_of([record for record in run.records if record.get("gen_step", 0) <= step])
+        points[0] |= scores_of(args, run.arm, run.seed, 0) | first
+        points[-1] |= scores_of(args, run.arm, run.seed, step) | last
         flags = run.config | {"args": run.config["args"] | {"num_steps": step}}
         rows.append(replace(run, points=points, config=flags, arm=run.arm if step == args.steps else "longer"))
     return rows

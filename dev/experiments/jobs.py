@@ -50,14 +50,22 @@ class Job(NamedTuple):
         return bool(glob.glob(os.path.join(glob.escape(self.folder), self.done)))
 
 
+def check_one_word(what: str, path: str) -> None:
+    """Raises BadInput for a path that cannot stand among flags in one string."""
+    if len(path.split()) != 1:
+        raise BadInput(f"{what} {path}: cannot be a path with spaces here, or none")
+
+
 def job_of(e: Experiment, start: Start, seed: str) -> Job:
     """The process of a start, or of an arm, with one seed."""
+    of_seed = {"seed": seed, "next": str(int(seed) % 3 + 1)}
+
     def name_of(other: Start) -> str:
-        tag = other.tag.format(seed=seed)
+        tag = other.tag.format(**of_seed)
         return path_of("labels", tag, "labels.jsonl") if other.kind == "labels" else tag
 
-    tag, names = start.tag.format(seed=seed), {name: name_of(other) for name, other in e.starts.items()}
-    flags = " ".join(start.flags.format(seed=seed, tag=name_of(start), **names).split())
+    tag, names = start.tag.format(**of_seed), {name: name_of(other) for name, other in e.starts.items()}
+    flags = " ".join(start.flags.format(**of_seed, tag=name_of(start), **names).split())
     if start.kind == "run":
         return Job(tag, "scripts.tango_rl", path_of("runs", tag), "summary.json", flags)
     if start.kind == "import":
@@ -80,7 +88,7 @@ def needed(e: Experiment, flags: str) -> dict[str, int]:
     """Start that flags need, also by way of another -> how many others must be made before it, one after the other."""
     found: dict[str, int] = {}
     for name in re.findall(r"\{(\w+)\}", flags):
-        if name not in ("seed", "tag"):
+        if name not in ("seed", "next", "tag"):
             before = needed(e, e.starts[name].flags)
             found |= before | {name: max(before.values(), default=-1) + 1}
     return found
@@ -94,6 +102,16 @@ def stages_of(experiments: list[Experiment], seeds: list[str]) -> list[list[Job]
             stages.setdefault(stage, []).extend(job_of(e, e.starts[name], seed) for seed in seeds)
     runs = [run for e in experiments for run in runs_of(e, seeds)]
     return [list(dict.fromkeys(jobs)) for jobs in (*(stages[i] for i in sorted(stages)), runs)]
+
+
+def starts_of_jobs(e: Experiment, seeds: list[str]) -> dict[Job, list[Job]]:
+    """Each process of an experiment -> those that must be done before it."""
+    found = {}
+    for seed in seeds:
+        jobs = [(job_of(e, start, seed), start.flags) for start in e.starts.values()]
+        jobs += list(zip(runs_of(e, [seed]), e.arms.values(), strict=True))
+        found |= {job: [job_of(e, e.starts[name], seed) for name in needed(e, flags)] for job, flags in jobs}
+    return found
 
 
 def log_of(name: str) -> str:

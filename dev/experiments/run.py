@@ -29,15 +29,15 @@ from dev.experiments.arms import (DIALS, LISTS, PARTNERS, TASKS, Experiment, all
                                   experiment, setups_of)
 from dev.experiments.arms_selfplay import FAMILIES
 from dev.experiments.arms_verifiers import VERIFIERS
-from dev.experiments.jobs import (Job, carry_out_all, check_made_alike, job_of, log_of, models_of, needed, runs_of,
-                                  stages_of)
+from dev.experiments.jobs import (Job, carry_out_all, check_made_alike, check_one_word, job_of, log_of, models_of,
+                                  needed, runs_of, stages_of, starts_of_jobs)
 from dev.experiments.table import WATCHED, Table, write_all
 from nanochat.cli import at_least, check_choices, script_main
-from nanochat.common import BadInput, StopRequested, print0
+from nanochat.common import BadInput, StopRequested, check_device, print0
 from nanochat.hf.files import read_json
 from nanochat.rl.report.report import (Run, change, check_comparable, paired, read_run, spread, tidy,
                                        write_csv)
-from nanochat.storage.files import check_writable, make_folder, path_of
+from nanochat.storage.files import base_dir, check_writable, make_folder, path_of
 
 OF_ARMS = ("task", "start", "steps", "dial", "settings")
 OF_SMOL = ("sft_steps", "examples", "gsm8k_data", "device_type")
@@ -117,8 +117,8 @@ def tables_of_smol(args) -> list[Table]:
     check_steps(args)
     args.steps, args.sft_steps = int(args.steps or arms_smol.STEPS), args.sft_steps or arms_smol.SFT_STEPS
     args.examples, args.device_type = args.examples or arms_smol.EXAMPLES, args.device_type or "cpu"
-    if args.gsm8k_data:
-        args.gsm8k_data = os.path.abspath(args.gsm8k_data)
+    if args.gsm8k_data is not None:
+        args.gsm8k_data = args.gsm8k_data and os.path.abspath(args.gsm8k_data)
         arms_smol.check_data(args.gsm8k_data)
     names = list(arms_smol.ARMS) if args.arms is None else chosen("arms", args.arms, arms_smol.ARMS)
     e = arms_smol.experiment(args, names)
@@ -157,6 +157,11 @@ def check_flags(args) -> None:
     """Raises BadInput for an experiment or list that there is not, and for a flag of another experiment."""
     if args.experiment not in EXPERIMENTS:
         raise BadInput(f"{args.experiment}: there are {', '.join(EXPERIMENTS)}")
+    if args.experiment in sys.argv[2:] and sys.argv[1] != args.experiment:
+        raise BadInput(f"{args.experiment}: stands before all flags")
+    if args.out == "":
+        raise BadInput("--out: names no folder")
+    check_one_word("NANOCHAT_BASE_DIR", base_dir())
     if args.list is not None:
         check_choices(args, {"list": (*LISTS, "flags")})
     for flag in (*OF_ARMS, "families", *OF_SMOL):
@@ -263,6 +268,8 @@ def main(args) -> None:
     if args.list:
         print0("\n".join(listed(args, stages, seeds[0])))
         return
+    if args.device_type:
+        check_device(args.device_type)
     scorings = {job: [score for table in tables for score in table.scorings(job.name)] for job in stages[-1]}
     for job in itertools.chain(*stages, *scorings.values()):
         check_made_alike(job)
@@ -274,13 +281,16 @@ def main(args) -> None:
     tokenizer = Job("tokenizer", "scripts.tok_train", path_of("tokenizer"), "tokenizer.pkl", "--task chain")
     first = [tokenizer] if args.experiment != "smol" else []  # that of SmolLM2 is imported with it
     started = time.time()
-    if not all(carry_out_all(stage, at_once) for stage in [first, *stages[:-1]]):
-        sys.exit(1)  # what comes next starts from it
+    if not carry_out_all(first, at_once):
+        sys.exit(1)
+    before = {job: starts for e in experiments for job, starts in starts_of_jobs(e, seeds).items()}
+    can_start = lambda job: all(start.is_done() for start in before.get(job, []))
     models, stop = models_of(stages[-1]), None
     of_run = {score: job for job, scores in reversed(scorings.items()) for score in scores}  # the first that has it
     after = {models[job]: [score for score in scores if of_run[score] is job] for job, scores in scorings.items()}
     try:
-        is_whole = carry_out_all(stages[-1], at_once, after)
+        for stage in stages:  # what needs a start that failed is left out
+            is_whole = carry_out_all(list(filter(can_start, stage)), at_once, after)
     except StopRequested as error:  # the tables of what is finished are written all the same
         is_whole, stop = False, error
     command = shlex.join(["bash", "dev/experiments/run.sh", *sys.argv[1:]])

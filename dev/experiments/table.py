@@ -83,7 +83,9 @@ def rows_of(table: Table, arm: str, of_arm: dict[str, dict[int, Run]], seeds: li
     first: means over seeds of the first and the last value; of what is measured per step, up to the first evaluation
     and from the last but one to the last."""
     mine, metrics = of_arm[arm], compared_of(table)
-    curves = [[curve(run, metric, "sampled_tokens")[1] for run in mine.values()] for metric in shown_of(table)]
+    # what is compared is scored when a run is finished: a start's score alone is no change
+    curves = [[curve(run, metric, "sampled_tokens")[1] for run in mine.values()
+               if metric not in table.compared or run.points[-1].get(metric) is not None] for metric in shown_of(table)]
     tokens = mean(run.points[-1]["sampled_tokens"] for run in mine.values())
     of_all = [*(change([(values[0], values[-1]) for values in found if values]) for found in curves),
               f"{tokens / 1e6:.2f}M"]

@@ -11,6 +11,7 @@ from nanochat.cli import script_main
 from nanochat.common import BadInput, print0
 from nanochat.rl.measure.scores import aligned
 from nanochat.rl.records.prompts import parse_verification
+from nanochat.rl.report.fields import as_written
 from nanochat.rl.report.judge_report import rationales_of
 from nanochat.rl.report.report import Run, read_run, run_folder
 from tasks import complete_task_args, make_task, task_flags
@@ -35,7 +36,7 @@ def task_of(run: Run):
     return task
 
 
-def problems_of_rl(task, rollouts: list[dict], name: str) -> dict:
+def problems_of_rl(task, rollouts: list[dict]) -> dict:
     """The problems of rollouts, by their texts. Raises BadInput for one that is none of the task's."""
     wanted, found = {row["problem"] for row in rollouts}, {}
     for i in range(MOST_PROBLEMS):
@@ -45,22 +46,26 @@ def problems_of_rl(task, rollouts: list[dict], name: str) -> dict:
         if problem.prompt in wanted:
             found[problem.prompt] = problem
             wanted.remove(problem.prompt)
-    raise BadInput(f"{name}: a problem of its rollouts is none of the first {MOST_PROBLEMS}")
+    raise BadInput(f"a problem is none of the first {MOST_PROBLEMS} of the task")
 
 
 def judged_steps(run: Run) -> list[tuple]:
     """Of each step of the generator's logged solutions: which third of the generator's steps has it (0 to 2), its error
-    ("right" without one), the verdict on it, whether the analysis before that is right."""
+    ("right" without one), the verdict on it, whether the analysis before that is right. Raises BadInput for a run that
+    has no verdicts."""
     task, steps = task_of(run), []
-    rows = [row for row in run.rollouts if row["role"] == "generator" and "verification" in row]
-    problems, when = problems_of_rl(task, rows, run.name), sorted({row["step"] for row in rows})
-    for row in rows:
-        third, problem = 3 * when.index(row["step"]) // len(when), problems[row["problem"]]
-        errors = task.step_errors(problem, row["solution"])
-        said = parse_verification(task.fmt, row["verification"], len(errors))
-        reasons = rationales_of(task, problem, row["solution"], said)
-        verdicts = aligned(said.step_verdicts, len(errors))
-        steps += [(third, error or "right", *told) for error, *told in zip(errors, verdicts, reasons, strict=True)]
+    with as_written(f"{run.name}, its rollouts"):
+        rows = [row for row in run.rollouts if row["role"] == "generator" and "verification" in row]
+        if not rows:
+            raise BadInput("none has a verdict")
+        problems, when = problems_of_rl(task, rows), sorted({row["step"] for row in rows})
+        for row in rows:
+            third, problem = 3 * when.index(row["step"]) // len(when), problems[row["problem"]]
+            errors = task.step_errors(problem, row["solution"])
+            said = parse_verification(task.fmt, row["verification"], len(errors))
+            reasons = rationales_of(task, problem, row["solution"], said)
+            verdicts = aligned(said.step_verdicts, len(errors))
+            steps += [(third, error or "right", *told) for error, *told in zip(errors, verdicts, reasons, strict=True)]
     return steps
 
 
@@ -80,6 +85,8 @@ def lines_of(steps: list[tuple]) -> list[list[str]]:
 
 
 def main(args) -> None:
+    if twice := [name for name, count in Counter(args.runs).items() if count > 1]:
+        raise BadInput(f"{twice[0]}: is named twice")
     steps = [step for name in args.runs for step in judged_steps(read_run(run_folder(name)))]
     print0("\n".join(f"| {' | '.join(row)} |" for row in [TITLES, ["---"] * len(TITLES), *lines_of(steps)]))
 
