@@ -13,7 +13,7 @@ from conftest import TASK_FLAGS, parse, rl_flags as rl_flags_of_test
 from dev.experiments import arms_selfplay, arms_smol, arms_verifiers, run, table
 from dev.experiments.arms import (ALONE, DIALS, LISTS, PAYS, TASKS, Setup, all_arms, arms_of, experiment, has_arm,
                                   setups_of, starts_of)
-from dev.experiments.jobs import Job, check_made_alike, job_of, runs_of, stages_of
+from dev.experiments.jobs import Job, check_made_alike, job_of, keep_flags, log_of, runs_of, stages_of
 from nanochat import recipes
 from nanochat.cli import script_main
 from nanochat.common import BadInput
@@ -470,6 +470,19 @@ def test_a_stop_while_a_start_is_made_leaves_the_table(smol):
     assert smol.run("smol", "--arms", "tango grpo other_tango", "--seeds", "2 3")[0] == 143
     assert smol.runs() == ["smol-tango-s3", "smol-tango-s1"]
     assert smol.table("smol")[0]["percent, seeds 3"] == "50.0"
+
+
+def test_a_base_that_was_moved_with_all_that_is_in_it_was_made_alike(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "old"))
+    job = lambda: Job("score", "scripts.chat_eval", path_of("scores"), "scores.json", f"--out {path_of('scores')}/x")
+    os.makedirs(path_of("scores"))
+    os.makedirs(log_of(""))
+    keep_flags(job())
+    (tmp_path / "old").rename(tmp_path / "new")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "new"))
+    check_made_alike(job())
+    with pytest.raises(BadInput, match="other flags"):
+        check_made_alike(job()._replace(flags="--seed 1"))
 
 
 def test_paths_with_spaces_are_refused_before_any_run(world):

@@ -120,10 +120,15 @@ def log_of(name: str) -> str:
 
 # What a folder was made with
 
+def noted(flags: str) -> str:
+    """Flags without the place of NANOCHAT_BASE_DIR, which may be moved with all that is in it."""
+    return flags.strip().replace(base_dir(), "{base}")
+
+
 def keep_flags(job: Job) -> None:
     """Writes down what a job's folder is made with."""
     with whole_file(log_of(f"{job.name}.flags")) as f:
-        f.write(job.flags + "\n")
+        f.write(noted(job.flags) + "\n")
 
 
 def flags_of(job: Job) -> tuple[argparse.Namespace, dict]:
@@ -149,7 +154,7 @@ def check_made_alike(job: Job) -> None:
     is_noted = os.path.isfile(path)
     if is_noted:
         with open(path) as f:
-            if f.read().strip() != job.flags:
+            if noted(f.read()) != noted(job.flags):
                 raise BadInput(f"{job.folder} was made with other flags (see {path}): set NANOCHAT_BASE_DIR to a new "
                                f"folder")
     try:
