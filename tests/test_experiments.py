@@ -463,6 +463,13 @@ def test_nothing_starts_from_an_sft_that_failed(world):
     assert len(world.calls("chat_sft")) == 4 and world.runs() == ["chain-tango-s2", "chain-grpo-s1", "chain-grpo-s2"]
 
 
+def test_a_verifier_whose_training_failed_is_left_out(world):
+    world.monkeypatch.setenv("FAILS", "verifiers-train_prm_shepherd-s2")
+    code, _, err = world.run("verifiers", "--arms", "grpo prm_shepherd", "--seeds", "1 2")
+    assert code == 1 and err.endswith("\nnot finished, left out: verifiers-prm_shepherd-s2\n")
+    assert [row["pass@1, seeds 1 2"] for row in world.table("verifiers")] == ["25.0 25.0", "75.0 -"]
+
+
 def test_a_stop_while_a_start_is_made_leaves_the_table(smol):
     """A run that another arm starts from, with the next seed, comes before all arms."""
     for name, value in (("STOPS", "smol-tango-s1"), ("SIGNAL", "TERM")):

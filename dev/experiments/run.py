@@ -198,10 +198,10 @@ def training_cost(e: Experiment, name: str, seed: str) -> float:
 
 
 def training_runs(e: Experiment, seeds: list[str]) -> list[Run]:
-    """The runs that trained the verifiers, each under the name of its arm."""
-    names = [name for name in e.arms if VERIFIERS[name].recipe]
-    return [replace(read_run(job_of(e, e.starts[f"train_{name}"], seed).folder), task=e.name, arm=name)
-            for name in names for seed in seeds]
+    """The finished runs that trained the verifiers, each under the name of its arm."""
+    jobs = [(name, job_of(e, e.starts[f"train_{name}"], seed)) for name in e.arms if VERIFIERS[name].recipe
+            for seed in seeds]
+    return [replace(read_run(job.folder), task=e.name, arm=name) for name, job in jobs if job.is_done()]
 
 
 def columns_of_verifier(e: Experiment, name: str, seeds: list[int]) -> list[str]:
