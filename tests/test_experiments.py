@@ -504,8 +504,15 @@ def test_a_device_that_is_not_there_is_refused_before_any_run(smol, monkeypatch)
     assert code == 2 and "--device-type cuda: available are" in err and not (smol.base / "logs").exists()
 
 
-def test_a_run_that_could_not_be_scored_has_no_change(smol):
-    """Its start is scored, and damaged scores are one line."""
+def test_a_score_of_the_start_alone_is_no_change():
+    scored = table.Table("small", [], baseline="base", watched={}, compared={"gen/s": "score"})
+    first = {"sampled_tokens": 0, "gen/s": 0.2}
+    runs = [Run("", "small", arm, 1, {}, {}, [first, {"sampled_tokens": 1} | last], [], [], [], ["generator"])
+            for arm, last in (("base", {"gen/s": 0.5}), ("other", {}))]
+    assert [row["score, first -> last"] for row in rows_of(table.table_of(scored, runs))] == ["20.0 -> 50.0", "-"]
+
+
+def test_damaged_scores_are_one_line(smol):
     assert smol.run("smol", "--arms", "tango", "--seeds", "1")[0] == 0
     scores = smol.base / "runs" / "smol-tango-s1" / "scores_60" / "reasoning_gym" / "scores.json"
     assert smol.table("smol")[0]["sampled, templates of training, first -> last"] == "20.0 -> 50.0"
