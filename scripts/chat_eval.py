@@ -43,6 +43,7 @@ def make_parser():
     parser.add_argument("-s", "--step", type=at_least(-1), default=-1, help="-1 = the last")
     parser.add_argument("-x", "--max-problems", type=at_least(1, int, 10 ** 6, also=-1), default=-1,
                         help="problems per task and split; -1 = all there are, 400 of tasks that make their own")
+    parser.add_argument("--split", choices=list(SPLITS), help="of tasks; default: all that there are")
     parser.add_argument("-t", "--temperature", type=float, default=0.0, help="0 = greedy")
     parser.add_argument("-m", "--max-new-tokens", type=at_least(1, also=-1), default=-1,
                         help="-1 = as in the checkpoint's training, else 256")
@@ -129,18 +130,20 @@ def load_tasks(args) -> dict:
     for name in args.task.split("|"):
         if name in TASKS:
             found[name] = make_task(argparse.Namespace(**{**vars(args), "task": name}))
-            found[name].problem("test_in", 0)  # there must be some
+            found[name].problem(args.split or "test_in", 0)  # there must be some
         else:
             found[name] = load_choices(name, args.choices, args.max_problems)
     return found
 
 
 def evaluate_task(args, name: str, task, model, tokenizer, device) -> dict[str, dict]:
-    """Prints a generative task's scores on both test splits, a mixture's also by part. -> those of each split"""
+    """Prints a generative task's scores on --split or both, a mixture's also by part. -> those of each split"""
     sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, 0, args.temperature or 1.0, args.top_k,
                       calculator=args.calculator and tokenizer.has_calculator, max_rows=args.max_rows)
     scores = {}
     for split, words in SPLITS.items():
+        if args.split not in (None, split):
+            continue
         rows = solve(args, task, split, model, sampler, device)
         if rows:  # a finite task may have no test_out
             scores[split] = print_rows(name + words, rows, args.num_samples)
@@ -203,6 +206,8 @@ def check_args(args) -> None:
             raise BadInput(f"--out {args.out}: is a folder")
         if os.path.exists(args.out) and not is_scores(args.out):
             raise BadInput(f"--out {args.out}: is there, and no earlier result of this script; take another name")
+    if args.split and asked and not set(asked.split("|")) & set(TASKS):
+        raise BadInput(f"--split {args.split}: is of tasks, and -a {asked} names none")
     if args.choices and not set(asked.split("|")) & set(CHOICE_SETS):
         raise BadInput(f"--choices {args.choices}: is for {', '.join(CHOICE_SETS)}, and -a names none of them")
 

@@ -74,6 +74,12 @@ def test_what_is_printed_can_be_kept_as_json(capsys, base):
         assert {title: percent(value, 1) for title, value in found.items()} == printed[name]
 
 
+def test_one_split_alone_has_the_scores_that_it_has_beside_the_other(capsys, base):
+    flags = ("-x", "6", "-t", "1", "-n", "3")
+    both, alone = scores(capsys, *flags), scores(capsys, *flags, "--split", "test_out")
+    assert list(both) == ["chain", "chain, test_out"] and alone == {"chain, test_out": both["chain, test_out"]}
+
+
 def test_scores_replace_earlier_ones_and_nothing_else(capsys, base):
     out = base / "scores.json"
     for num in ("2", "3"):
@@ -88,6 +94,7 @@ def test_scores_replace_earlier_ones_and_nothing_else(capsys, base):
 @pytest.mark.parametrize("flags, words", [
     (["-a", "chain|gsm8k", "--gsm8k-data", "nowhere"], "nowhere"),
     (["-a", "chain|ARC-Easy", "--choices", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+    (["-a", "ARC-Easy", "--split", "test_in"], "--split test_in: is of tasks"),
     (["-a", "chain|chain"], "names chain twice"), (["-a", "chain", "--task", "last_letter"], "--task last_letter")])
 def test_all_that_is_asked_for_is_checked_before_the_first_is_evaluated(capsys, base, monkeypatch, flags, words):
     monkeypatch.setattr(chat_eval, "solve", None)

@@ -29,10 +29,11 @@ SCRIPTS = {f"scripts.{script.__name__.partition('.')[2]}": script for script in 
 # name or tag of what fails; STOPS: the run that has its parent signalled, and then waits.
 STUB = """#!/bin/sh
 echo "$*" >> "$CALLS"
-module=$2 role= model= verifier= run= out= steps=700
+module=$2 role= model= verifier= run= out= splits= steps=700
 while [ $# -gt 0 ]; do
     case $1 in --role) role=$2 ;; --model-tag) model=$2 ;; --verifier-tag) verifier=$2 ;; --run) run=$2 ;;
-        --num-steps) steps=$2 ;; --out) out=${2%/*} ;; esac; shift
+        --num-steps) steps=$2 ;; --out) out=${2%/*} ;;
+        --split) splits=$2 ;; esac; shift
 done
 [ "$role" != verifier ] || verifier=${verifier:-$model-ver}
 [ "$module" != scripts.chat_sft ] || run=${verifier:-$model}
@@ -45,9 +46,10 @@ case $module in
         echo '{"cost": {"tokens": 40000}, "solution_tokens": 9000}' > "$out/labels.summary.json" ;;
     scripts.chat_eval) mkdir -p "$out"
         case $out in *tango*) right=0.5 ;; *_108/*) right=0.4 ;; *) right=0.2 ;; esac
-        one='{"problems": 10, "pass@1": '$right', "lenient": 0.9}' none='{"problems": 30, "pass@1": 0, "lenient": 0.1}'
-        echo '{"tasks": {"reasoning_gym": {"test_in": '$one', "test_out": '$none'},
-            "gsm8k": {"test_in": '$one', "test_out": '$none'}}}' > "$out/scores.json" ;;
+        one='"test_in": {"problems": 10, "pass@1": '$right', "lenient": 0.9}'
+        none='"test_out": {"problems": 30, "pass@1": 0, "lenient": 0.1}'
+        case $splits in test_in) none= ;; test_out) one= ;; *) one="$one," ;; esac
+        echo '{"tasks": {"name": {'$one' '$none'}}}' > "$out/scores.json" ;;
     scripts.chat_sft) mkdir -p "chatsft_checkpoints/$run"
         touch "chatsft_checkpoints/$run/meta_$(printf %06d "$steps").json" ;;
     scripts.tango_rl) mkdir -p "runs/$run"; : > "runs/$run/metrics.jsonl"
@@ -362,12 +364,14 @@ def test_smollm2_is_scored_after_its_runs_and_grpo_also_after_as_many_tokens(smo
     flags = ["smol", "--arms", "grpo tango one_trunk", "--seeds", "1 2"]
     assert smol.run(*flags)[0] == 0
     assert smol.runs() == [f"smol-{arm}-s{seed}" for arm in ("grpo", "tango", "one_trunk") for seed in (1, 2)]
-    scored = [call.partition(" --temperature 1 ")[0] for call in smol.calls("chat_eval")]
-    end = "--device-type cpu -a reasoning_gym"
-    assert scored == [f"{which} --seed {seed} {end}" for arm in ("grpo", "tango", "one_trunk") for seed in (1, 2)
+    scored = [call.partition(" --num-samples ")[0] for call in smol.calls("chat_eval")]
+    end = "--device-type cpu --temperature 1 -a reasoning_gym --split"
+    arms = ("grpo", "tango", "one_trunk")
+    assert scored == [f"{which} --seed {seed} {end} {split}" for arm in arms for seed in (1, 2)
                       for which in (f"-i sft -g smol-s0{'-both' * (arm == 'one_trunk')}",
                                     f"-i rl -g smol-{arm}-s{seed}-gen -s 60", f"-i rl -g smol-{arm}-s{seed}-gen")
-                      if (arm, which[:6]) != ("tango", "-i sft") and (arm == "grpo" or "-s 60" not in which)]
+                      if (arm, which[:6]) != ("tango", "-i sft") and (arm == "grpo" or "-s 60" not in which)
+                      for split in ("test_in", "test_out")]
     rows = {(row["arm"], row["of"]): row for row in smol.table("smol")}
     seen, form = "sampled, templates of training", "sampled, problems in GSM8K's form"
     grpo, longer, tango = (rows[arm, seen] for arm in ("grpo", "longer", "tango"))
@@ -388,7 +392,7 @@ def test_each_run_is_scored_right_after_it_and_a_stop_leaves_the_table(smol):
     smol.monkeypatch.setenv("STOPS", "smol-tango-s1")
     smol.monkeypatch.setenv("SIGNAL", "TERM")
     assert smol.run("smol", "--arms", "grpo tango", "--seeds", "1")[0] == 143
-    assert len(smol.calls("chat_eval")) == 3
+    assert len(smol.calls("chat_eval")) == 6
     rows = [(row["arm"], row["percent"]) for row in smol.table("smol") if row["of"] == "sampled, templates of training"]
     assert rows == [("grpo", "20.0"), ("longer", "40.0")]
 
@@ -514,11 +518,11 @@ def test_a_score_of_the_start_alone_is_no_change():
 
 def test_damaged_scores_are_one_line(smol):
     assert smol.run("smol", "--arms", "tango", "--seeds", "1")[0] == 0
-    scores = smol.base / "runs" / "smol-tango-s1" / "scores_60" / "reasoning_gym" / "scores.json"
+    scores = smol.base / "runs" / "smol-tango-s1" / "scores_60" / "seen" / "scores.json"
     assert smol.table("smol")[0]["sampled, templates of training, first -> last"] == "20.0 -> 50.0"
     scores.write_text('{"tasks": {}}')
     code, _, err = smol.run("smol", "--arms", "tango", "--seeds", "1")
-    assert code == 2 and "scores.json: has no reasoning_gym" in err and err.count("\n") == 1
+    assert code == 2 and "seen/scores.json: is damaged" in err and err.count("\n") == 1
 
 
 def test_what_is_watched_by_thirds():

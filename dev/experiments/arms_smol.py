@@ -94,11 +94,14 @@ PARTNERS = {
     "ttrl": "few_grpo", "one_trunk": "grpo_both",
     "small_tango": "small_fixed", "low_fixed": "low_grpo", "low_tango": "low_fixed",
     "other_fixed": "other_grpo", "other_tango": "other_fixed"}
-SAMPLES = "--temperature 1 --num-samples 8 --max-problems 200"
-# what is scored by sampling: a metric of a run's last point, its words, the task of the score and its splits
-SCORED = {"gen/sampled_in": ("sampled, templates of training", "reasoning_gym", ("test_in",)),
-          "gen/sampled_out": ("sampled, unseen templates", "reasoning_gym", ("test_out",)),
-          "gen/sampled_words": ("sampled, problems in GSM8K's form", "gsm8k", ("test_in", "test_out"))}
+# Evaluations by sampling. 200 x 8 samples of seen templates would give the difference of two arms an error of a point.
+SCORINGS = {"seen": "-a reasoning_gym --split test_in --num-samples 8 --max-problems 800",
+            "unseen": "-a reasoning_gym --split test_out --num-samples 8 --max-problems 200",
+            "words": "-a gsm8k --gsm8k-format lines --num-samples 4 --max-problems 200"}
+# a metric of a run's last point, its words, and of which evaluation it is
+SCORED = {"gen/sampled_in": ("sampled, templates of training", "seen"),
+          "gen/sampled_out": ("sampled, unseen templates", "unseen"),
+          "gen/sampled_words": ("sampled, problems in GSM8K's form", "words")}
 WATCHED = {"gen/pass1_in": "greedy", "gen/pass1_out": "greedy, unseen templates",
            "ver/balanced_acc_fixed": "greedy verdicts on the start's solutions: balanced accuracy",
            "ver/step_f1_fixed": "greedy verdicts on the start's solutions: step F1",
@@ -142,27 +145,29 @@ def start_of(arm: str) -> str:
     return f"{NAME}-{STARTS[name][0]}"
 
 
-def folder_of(arm: str, seed: int | str, step: int, task: str) -> str:
+def folder_of(arm: str, seed: int | str, step: int, scoring: str) -> str:
     """That of a generator's scores after these steps of a run; those of its start serve all arms of a seed."""
     if step == 0:
-        return path_of("scores", f"{start_of(arm)}-problems_{seed}", task)
-    return path_of("runs", f"{NAME}-{arm}-s{seed}", f"scores_{step}", task)
+        return path_of("scores", f"{start_of(arm)}-problems_{seed}", scoring)
+    return path_of("runs", f"{NAME}-{arm}-s{seed}", f"scores_{step}", scoring)
 
 
 def scorings(args, run: str) -> list[Job]:
     """The processes that score the generator of a run, given by its name, and its start."""
     arm, seed = re.fullmatch(rf"{NAME}-(\w+)-s(\d+)", run).groups()
-    tasks = {"reasoning_gym": f"-a reasoning_gym {SAMPLES}"}
+    asked = dict(SCORINGS)
     if args.gsm8k_data:
-        tasks["gsm8k"] = f"-a gsm8k {SAMPLES} --num-samples 4 --gsm8k-format lines --gsm8k-data {args.gsm8k_data}"
+        asked["words"] += f" --gsm8k-data {args.gsm8k_data}"
+    else:
+        del asked["words"]
     jobs = []
-    for step, (task, flags) in product([0, *scored_steps(args, arm)], tasks.items()):
-        folder = folder_of(arm, seed, step, task)
+    for step, (scoring, flags) in product([0, *scored_steps(args, arm)], asked.items()):
+        folder = folder_of(arm, seed, step, scoring)
         saved = f"-s {step}" if step < num_steps(args, arm) else ""  # the last one's number is that of all turns
         which = f"-i rl -g {run}-gen {saved}" if step else f"-i sft -g {start_of(arm)}"
         jobs.append(Job("score-" + "-".join(folder.split(os.sep)[-3:]), "scripts.chat_eval", folder, "scores.json",
-                        " ".join(f"{which} --seed {seed} --device-type {args.device_type} {flags} "
-                                 f"--out {folder}/scores.json".split())))
+                        " ".join(f"{which} --seed {seed} --device-type {args.device_type} "
+                                 f"--temperature 1 {flags} --out {folder}/scores.json".split())))
     return jobs
 
 
@@ -171,19 +176,19 @@ def check_data(folder: str) -> None:
     check_one_word("--gsm8k-data", folder)
     flags = task_flags() | {"task": "gsm8k", "seed": 0, "gsm8k_format": "lines", "gsm8k_data": folder}
     task = make_task(argparse.Namespace(**flags))
-    for split in SCORED["gen/sampled_words"][2]:
+    for split in ("test_in", "test_out"):
         task.num_problems(split)  # refuses to have none
 
 
 def scores_of(args, arm: str, seed: int, step: int) -> dict[str, float]:
     """Metrics of a point from chat_eval's scores, strict ones and lenient ones."""
     found = {}
-    for metric, (_, task, splits) in SCORED.items():
-        path = os.path.join(folder_of(arm, seed, step, task), "scores.json")
-        if not os.path.exists(path) or (task == "gsm8k" and not args.gsm8k_data):  # which may be of other problems
+    for metric, (_, scoring) in SCORED.items():
+        path = os.path.join(folder_of(arm, seed, step, scoring), "scores.json")
+        if not os.path.exists(path) or (scoring == "words" and not args.gsm8k_data):  # which may be of other problems
             continue
         with as_written(path):
-            of_splits = [read_json(path)["tasks"][task][split] for split in splits]
+            of_splits, = (list(of_task.values()) for of_task in read_json(path)["tasks"].values())
             num = sum(number(scores, "problems") for scores in of_splits)
             for name, ending in (("pass@1", ""), ("lenient", "_lenient")):
                 found[metric + ending] = sum(number(scores, name) * scores["problems"] for scores in of_splits) / num
