@@ -3,6 +3,7 @@ The pictures of a report: its curves, and report.html, one file that opens offli
 """
 import json
 import os
+import textwrap
 import time
 from importlib.resources import files
 from statistics import mean, stdev
@@ -128,7 +129,7 @@ def draw_curves(runs: list[Run], path: str, watched: dict[str, str] | None = Non
                     axis.fill_between(xs, [y - s for y, s in zip(ys, spread, strict=True)],
                                       [y + s for y, s in zip(ys, spread, strict=True)],
                                       color=style["color"], alpha=0.15, linewidth=0)
-            axis.set_title(titles.get(metric, metric), fontsize=9)
+            axis.set_title(textwrap.fill(titles.get(metric, metric), 48), fontsize=9)
             axis.set_ylabel(unit_of(metric))
             if axis_of(metric):
                 axis.set_ylim(*(scale_of(metric) * end for end in axis_of(metric)))
