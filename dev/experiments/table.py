@@ -89,11 +89,11 @@ def rows_of(table: Table, arm: str, of_arm: dict[str, dict[int, Run]], seeds: li
     tokens = mean(run.points[-1]["sampled_tokens"] for run in mine.values())
     of_all = [*(change([(values[0], values[-1]) for values in found if values]) for found in curves),
               f"{tokens / 1e6:.2f}M"]
+    measured = [metric for metric in metrics  # not of a test that was not given
+                if any(metric in run.points[-1] for runs in of_arm.values() for run in runs.values())]
     rows = []
-    for metric, words in metrics.items():
-        if table.compared and not any(metric in run.points[-1] for runs in of_arm.values() for run in runs.values()):
-            continue  # such as of a test that was not given
-        of = words if table.compared else "-"
+    for metric in measured or list(metrics)[:1]:  # one line, too, where no run is scored yet
+        of = metrics[metric] if table.compared else "-"
         own, last = (["-"] * len(table.titles), ["-"] * len(of_all)) if rows else (table.own(arm, list(mine)), of_all)
         rows.append([arm, *own, of, *compared_row(table, arm, of_arm, seeds, metric), *last])
     return rows
