@@ -66,7 +66,7 @@ def print0(*args) -> None:
     if rank_and_world()[0] != 0:
         return
     try:
-        print(*args, flush=True)
+        print(" ".join(map(str, args)) + "\n", end="", flush=True)  # one write: lines of two threads stay apart
     except OSError as error:
         sys.stdout = open(os.devnull, "w")
         with contextlib.suppress(OSError):
