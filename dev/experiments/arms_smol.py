@@ -94,7 +94,7 @@ PARTNERS = {
     "ttrl": "few_grpo", "one_trunk": "grpo_both",
     "small_tango": "small_fixed", "low_fixed": "low_grpo", "low_tango": "low_fixed",
     "other_fixed": "other_grpo", "other_tango": "other_fixed"}
-# Evaluations by sampling. 200 x 8 samples of seen templates would give the difference of two arms an error of a point.
+# Evaluations by sampling. 200 x 8 samples of seen templates give a difference of two arms an error of a point.
 SCORINGS = {"seen": "-a reasoning_gym --split test_in --num-samples 8 --max-problems 800",
             "unseen": "-a reasoning_gym --split test_out --num-samples 8 --max-problems 200",
             "words": "-a gsm8k --gsm8k-format lines --num-samples 4 --max-problems 200"}
