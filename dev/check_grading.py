@@ -4,14 +4,16 @@ The complete checks of tasks.grading on GSM8K and MATH, and how many answers it 
     python dev/check_grading.py ../shared/data
 
 Prints: bad golds; every pair of a gold and the next row's that is True though the texts differ, or None; golds that
-pass as ordinary and that math-verify cannot parse; answers graded per second. Takes minutes: math-verify needs tens of
-milliseconds for each of some thousand pairs.
+pass as ordinary and that math-verify cannot parse; answers graded per second; of each kind of neighbours, how many are
+graded otherwise than they are. Takes minutes: math-verify needs tens of milliseconds for each of some thousand pairs.
 """
 import argparse
 import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+
+from grading_neighbours import KINDS, neighbours
 
 from tasks import grading
 from tasks.answers import read, unspaced
@@ -25,7 +27,9 @@ def golds_of(folder: str, name: str, *files: str) -> list[str]:
 
 
 def graded(pool, pairs: list[tuple[str, str]]) -> list[bool | None]:
-    return list(pool.map(lambda pair: grade(completion=f"\\boxed{{{pair[1]}}}", gold=pair[0]), pairs))
+    def verdict(pair: tuple[str, str]) -> bool | None:
+        return grade(completion=pair[1] if "\\boxed" in pair[1] else f"\\boxed{{{pair[1]}}}", gold=pair[0])
+    return list(pool.map(verdict, pairs))
 
 
 def varied(gold: str, k: int) -> str:
@@ -66,6 +70,18 @@ def main(folder: str):
                              and is_ordinary(reading.body)})
             print(f"{name}: {len(bodies)} ordinary formulas; not parsed: "
                   f"{[body for body in bodies if not grading.verified(body)]}")
+
+        golds = list(dict.fromkeys(golds))
+        print("neighbours | golds | right, not True | wrong, not False: True, None | which")
+        for kind, make in KINDS.items():
+            num_golds, rows = neighbours(golds, make)
+            verdicts = graded(pool, [row[:2] for row in rows])
+            found = {(right, verdict): [row[:2] for row, v in zip(rows, verdicts, strict=True)
+                                        if row[2] is right and v is verdict]
+                     for right in (True, False) for verdict in (True, False, None)}
+            missed = found[True, False] + found[True, None]
+            print(f"{kind} | {num_golds} | {len(missed)} of {sum(row[2] for row in rows)} | {len(found[False, True])}, "
+                  f"{len(found[False, None])} of {sum(not row[2] for row in rows)} | {missed} {found[False, True]}")
 
 
 if __name__ == "__main__":

@@ -8,17 +8,20 @@ from itertools import accumulate
 from typing import NamedTuple
 
 MAX_ANSWER = 1000  # characters; what is longer is no answer, and no gold
-OPENED_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# without braces, \boxed 5, a box holds a number, a command with its arguments, or a letter that begins no text
+OPENED_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?:\{|(?P<bare>-?[0-9]+(?:[.,/][0-9]+)*"
+                        r"|-?\\(?!boxed|fbox)[A-Za-z]+(?:\{(?:[^{}]|\{[^{}]*\})*\}|[0-9])*"
+                        r"|[A-Za-z](?![A-Za-z]| [A-Za-z])))")
 
 
 # Finding the answer in a completion
 
 def boxed(completion: str) -> str | None:
-    """What the last \\boxed{...} or \\fbox{...} holds; None where its braces do not close."""
-    start = max((match.end() for match in OPENED_BOX.finditer(completion)), default=None)
-    if start is None:
-        return None
-    depth = 1
+    """What the last \\boxed{...} or \\fbox{...} holds, or \\boxed 5; None where its braces do not close."""
+    last = max(OPENED_BOX.finditer(completion), key=re.Match.start, default=None)
+    if last is None or last["bare"]:
+        return last and last["bare"]
+    start, depth = last.end(), 1
     for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(completion, start, start + MAX_ANSWER + 1):
         depth += {"{": 1, "}": -1}.get(match[0], 0)  # \{ and \} are signs, not braces
         if depth == 0:
@@ -69,16 +72,23 @@ SPELLINGS = {
     **dict.fromkeys([",", ":", ";", ">", " ", "\n", "quad", "qquad"], " "),
     **dict.fromkeys(["dfrac", "tfrac", "cfrac"], "\\frac"),
     **dict.fromkeys(["mbox", "mathrm", "mathbf", "mathit", "textbf", "textit", "textrm", "textnormal", "textsf",
-                     "mathsf"], "\\text"),
-    **dict.fromkeys(["euro", "pounds"], ""), "varnothing": "\\emptyset",
+                     "mathsf", "operatorname"], "\\text"),
+    **dict.fromkeys(["euro", "pounds"], ""), "varnothing": "\\emptyset", "backslash": "\\setminus ",
     "leq": "\\le", "geq": "\\ge", "neq": "\\ne", "lbrace": "\\{", "rbrace": "\\}", "degree": "^\\circ", "%": "%",
 }
 DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
-GROUPED = re.compile(r"([^,(\[]*?)(?<![0-9.])([1-9][0-9]{0,2}(?:,[0-9]{3})+)(?![0-9])([^,(\[]*)", re.DOTALL)
+GROUPED = re.compile(r"((?:(?!\\(?:\{|lbrace))[^,(\[])*?)(?<![0-9.])([1-9][0-9]{0,2}(?:,[0-9]{3})+)(?![0-9])([^,(\[]*)",
+                     re.DOTALL)
+# what joins two statements without a word; between inequalities a union is an "or"
+OR = r"\\(?:lor|vee)(?![A-Za-z])|\\cup\s*(?=[A-Za-z]\s*(?:[<>]|\\(?:[lg]eq?|neq?)(?![a-z])))"
+AND = r"\\(?:land|wedge)(?![A-Za-z])"
 REWRITES = [(re.compile(pattern), new) for pattern, new in [
     (r"\s+", " "), (r"\.{3,}", r"\\ldots "),
     (r"\\text\s*\{\s*([^{}]*?)\s*\}", r"\\text{\1}"),
-    (r",?\s*\\text\{,?\s*(?:and|or)\}|,?\s+(?:and|or)\s+", ","),
+    (r"\\text\{(e|i|sin|cos|tan|cot|csc|arc(?:sin|cos|tan)|(?:sin|cos|tan)h|ln|lg|log|exp)\}",
+     lambda match: match[1] if len(match[1]) == 1 else f"\\{match[1]} "),
+    (rf",?\s*\\text\{{,?\s*(?:and|or)\}}|,?\s+(?:and|or)\s+|(?:{OR}|{AND})\s*", ","),
+    (r"(?<=[A-Za-z^_}])\{([1-9][0-9]{0,2}(?:,[0-9]{3})+)\}", lambda match: match[0].replace(",", "")),
     (r"\\text\{((?:\(?[A-Z]\)?, ?)+\(?[A-Z]\)?)\}", r"\1"),
     (r"\\text\{(?:per ?cent|pct)\}|(?<=[0-9])\s*(?:per ?cent|pct)\b", "%"),
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ) ?", r"^\\circ "),
@@ -92,6 +102,8 @@ REWRITES = [(re.compile(pattern), new) for pattern, new in [
     (r"\\sqrt ?([0-9])(?![0-9])", r"\\sqrt{\1}"),
     (r"\\mathbb ?([A-Z])(?![A-Za-z])", r"\\mathbb{\1}"),
     (r"\^\{(\w)\}(?!\w)", r"^\1"), (r"\^e(?![A-Za-z])", "^{(e)}"),
+    (r"\\dot ?\{?([0-9])\}?([0-9]*)\\dot ?\{?([0-9])\}?", r"\\overline{\1\2\3}"),
+    (r"\\dot ?(?:\{([0-9]+)\}|([0-9]))", r"\\overline{\1\2}"), (r"(\\mathbb\{R\})-(?=\\\{|[(\[])", r"\1\\setminus "),
     (r"\^(?:\\prime|\{\\prime\})(?![A-Za-z])", "'"),
     # a product, which math-verify would read as a mixed number
     (r"(?<![\^_0-9.])([0-9]+)(?=\((?:\\frac|[0-9]+/))", r"\1\\cdot "),
@@ -133,7 +145,12 @@ NUMBER = re.compile(rf"(?P<sign>[-+]?)(?:(?P<whole>[0-9]+) ?(?=\\frac|(?<= )[0-9
                     r"(?P<percent>%?)")
 EULER = re.compile(r"-?(?:[2-9]|[0-9]{2,})e[-+][0-9]")  # 2e+2 is no 200, as 1e-5, 2.5e-6 and 2e+02 are numbers
 REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|bar)(?:\{([0-9]+)\}|([0-9]))(%?)")
-BASED = re.compile(r"(?:\\text\{)?(-?[0-9A-Za-z.]+)\}?_\{?([0-9]{1,2})\}?")
+BASES = {word: 2 + k for k, word in enumerate("""two three four five six seven eight nine ten eleven twelve thirteen
+fourteen fifteen sixteen""".split())}  # noqa: SIM905
+BASED = re.compile(rf"(?:\\text\{{|\()?(-?[0-9A-Za-z.]+)[)}}]?"
+                   rf"(?:_\{{?(?:\\text\{{)?\(?([0-9]{{1,2}}|{'|'.join(BASES)})\)?\}}*"
+                   rf"|(?:\\text\{{| )\(?(?:in )?base[ -]?\}}?([0-9]{{1,2}}|{'|'.join(BASES)})\)?\}}?)")
+LABELLED = re.compile(r"(?:\\text\{\(([A-H])\)\}|\(([A-H])\))(?=[-0-9.\\])")  # the letter of a choice, before its value
 SYMBOL = (r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|kappa|lambda|mu|nu|xi|rho"
           r"|sigma|tau|(?:var)?phi|chi|psi|omega|ell|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega))")
 INDEX = r"(?:_\w|_\{[^{}]*\})?"
@@ -209,7 +226,7 @@ hertz hz""".splitlines() for word in line.split()}
 
 class Reading(NamedTuple):
     """What an answer says, as far as that is plain to see."""
-    body: str                # the tidy answer without name and unit
+    body: str                # the tidy answer without label, name and unit
     name: str                # "x" of "x = 5", or ""
     units: frozenset[str]    # the known units that it has
     value: Fraction | None   # the body as a number, a percentage as its number of percents
@@ -218,6 +235,7 @@ class Reading(NamedTuple):
     words: str | None        # the spelling of an answer in words, None where it is none
     either: bool             # whether it has an "or"
     both: bool               # whether it has an "and"
+    label: str               # "D" of "(D) 27", or ""
 
 
 def plain_number(text: str) -> tuple[Fraction, bool] | None:
@@ -296,23 +314,59 @@ def power_of(before: str, after: str) -> str:
 @lru_cache(maxsize=10_000)
 def read(text: str) -> Reading:
     """The reading of an answer, from its raw text."""
-    whole = tidy(text)
-    if (wrapped := re.fullmatch(r"\\text\{([^{}]*)\}", whole)) and plain_number(wrapped[1]):
-        whole = wrapped[1]
+    whole = unwrapped(tidy(text))
+    joints = [re.search(rf"(?<![A-Za-z\\]){word}(?![A-Za-z])|{sign}", text) is not None
+              for word, sign in (("or", OR), ("and", AND))]
+    label, whole = labelled(whole)
+    if (first := re.match(rf"({NAME.pattern})\\ne ?[^,]+,", whole)) and len(parts(whole, RELATION)) == 2:
+        whole = whole.replace(",", f",{first[1]}\\ne ")  # x\ne 2,3
     words = words_of(whole)
-    joints = [re.search(rf"(?<![A-Za-z\\]){word}(?![A-Za-z])", text) is not None for word in ("or", "and")]
     if words is not None:
-        return Reading(whole, "", frozenset(), None, False, None, words, *joints)
+        return Reading(whole, "", frozenset(), None, False, None, words, *joints, label)
     name, body = named(whole)
-    body, units = without_unit(body)
+    base = based(body)
+    body, units = (body, frozenset()) if base else without_units(body)
     body = proportion(body)
     units |= {unit for sign, unit in CURRENCIES if sign.match(text)}
-    based = BASED.fullmatch(body)
-    base = (based[1].upper(), int(based[2])) if based and is_based(based[1], int(based[2])) else None
     value, percent = plain_number(body) or (None, False)
     if EULER.fullmatch(body):
         value = None
-    return Reading(body, name.casefold(), units, value, percent, base, None, *joints)
+    return Reading(body, name.casefold(), units, value, percent, base, None, *joints, label)
+
+
+def unwrapped(text: str) -> str:
+    """A tidy answer without the text around a number with its unit, or the braces around a condition on a name:
+    "\\text{36 dollars}" -> "36 dollars", "\\{x|x>2\\}" -> "x>2"."""
+    if wrapped := re.fullmatch(r"\\text\{([^{}]*)\}", text):
+        inner = labelled(tidy(wrapped[1]))[1]
+        return tidy(wrapped[1]) if plain_number(without_unit(inner)[0]) and not TIME.fullmatch(spelled(inner)) else text
+    condition = re.fullmatch(rf"\\\{{({SYMBOL})(?:\\in ?\\mathbb\{{R\}})?(?:\||:|\\mid ?)(.*)\\\}}", text)
+    return condition[2] if condition and RELATION.search(condition[2]) else text
+
+
+def labelled(text: str) -> tuple[str, str]:
+    """The letter of a choice before its value, or "", and the rest: "\\text{(D)}27" -> ("D", "27")."""
+    match = LABELLED.match(text)
+    return (match[1] or match[2], text[match.end():]) if match else ("", text)
+
+
+def based(body: str) -> tuple[str, int] | None:
+    """The digits of a number in a base that is named, and the base: "(2430)_5", "2430\\text{ (base five)}"."""
+    match = BASED.fullmatch(body)
+    if not match:
+        return None
+    base = match[2] or match[3]
+    base = BASES.get(base) or int(base)
+    return (match[1].upper(), base) if is_based(match[1], base) else None
+
+
+def without_units(body: str) -> tuple[str, frozenset[str]]:
+    """A body without its unit; of a list, also where each of its entries has the same one: "60^\\circ,120^\\circ"."""
+    items = [without_unit(item) for item in parts(body)]
+    units = [units for _, units in items]
+    if len(items) > 1 and units[0] and all(others in (units[0], frozenset()) for others in units):
+        return ",".join(item for item, _ in items), units[0]
+    return without_unit(body)
 
 
 def proportion(body: str) -> str:

@@ -12,9 +12,13 @@ time and a memory limit. What is decided for all of them:
 - "x = 5" and "5" are the same, "x = 5" and "y = 5" are not. A left side is left out where it is the name of one thing
   (x, f(x), \\angle ABC, \\sin x) that does not occur on the right. Any other equation with more sides than the gold has
   is a chain: all of its sides must be the gold.
-- A list has as many entries as the gold's, each as often. Several named values are compared by name.
+- A list has as many entries as the gold's, each as often. Several named values are compared by name. A comma without a
+  space before three digits is of a number, 60,120; in brackets and with a space it is of a list.
+- Inequalities on one name are the numbers that they leave: x<-2 or x>3, a union; x>2, x<5, the interval, as a comma is
+  an "and" unless nothing is left.
 - Words are compared as words, case aside: \\text{(B)}, B and (b) are the same; a time of day is words. So are two
-  answers of letters only: AB is not BA.
+  answers of letters only: AB is not BA. In a formula R and r are two letters. The letter of a choice before a value,
+  (D) 27, is left out, or must be the gold's; a gold with one may be answered by either.
 - i is the imaginary unit where that makes two answers equal.
 - What has the gold's value is right, in whatever form: the expression that was to be simplified, copied, too. But an
   inequality that is not solved is no interval.
@@ -35,6 +39,10 @@ WORKERS = Workers(grading_worker, NUM_WORKERS, "NANOCHAT_GRADING_WORKERS")
 
 def compare(gold: Reading, answer: Reading) -> bool | None:
     """Whether the answer is the gold one, as far as it is plain here; None where it takes math-verify."""
+    if gold.label and answer.label and gold.label != answer.label:
+        return False
+    if gold.label and spelled(answer.body) == gold.label.lower():
+        return True
     if gold.words is not None:
         if len(gold.words) == 1 and (answer.name or "'" in answer.body):
             return False  # neither "A=B" nor "B'" is the choice B
@@ -103,14 +111,31 @@ def surely_different(gold: Reading, answer: Reading) -> bool:
         return True  # math-verify solves x^2<4, which is then (-2,2)
     if "\\pm" in gold.body and is_bracketed(answer.body) and not is_bracketed(gold.body):
         return True  # (-1,1) is no pair of values
-    if set(ONLY_LIKE_GOLD.findall(answer.body)) - set(ONLY_LIKE_GOLD.findall(gold.body)):
+    names = bounded(answer.body)
+    if names and bounded(gold.body) not in (names, set()):
+        return True
+    marks = set(ONLY_LIKE_GOLD.findall(answer.body)) - ({"\\ne"} if names else set())
+    if marks - set(ONLY_LIKE_GOLD.findall(gold.body)):
         return True
     if re.search(r"\\in ?[(\[]", answer.body) and not re.search(r"[(\[<>]|\\[lg]e(?![a-z])", gold.body):
         return True  # of an interval there are more than two
-    if (EQUALS.search(answer.body) and not EQUALS.search(gold.body)
+    if (EQUALS.search(answer.body) and not EQUALS.search(gold.body) and not is_region(answer.body)
             and not (gold.name and parts(answer.body, EQUALS)[1:])):
         return True  # an equation within a list or a set
     return differ_as_lists(gold, answer)
+
+
+def is_region(body: str) -> bool:
+    """Whether several statements, an inequality among them, are said of one name."""
+    items = parts(body)
+    return (len(items) > 1 and len(bounded(body)) == 1
+            and all(RELATION.search(item) or EQUALS.search(item) for item in items))
+
+
+def bounded(body: str) -> set[str]:
+    """The names that inequalities are about: "x<1,x>2" -> {"x"}."""
+    sides = [side.strip() for item in parts(body) if RELATION.search(item) for side in parts(item, RELATION)]
+    return {side for side in sides if NAME.fullmatch(side)}
 
 
 def is_unsolved(text: str) -> bool:
@@ -132,7 +157,7 @@ def differ_as_lists(gold: Reading, answer: Reading) -> bool:
     if "," in gold.name + answer.name and gold.name and answer.name and gold.name != answer.name:
         return True
     if is_list[0] and "\\pm" not in gold.body + answer.body:
-        if is_list[1] and len(golds) != len(answers):
+        if is_list[1] and len(golds) != len(answers) and not bounded(gold.body):
             return True
         inner = answers if is_list[1] else parts(re.sub(r"^(?:\\?\{|\()|(?:\\?\}|\))$", "", answer.body))
         if len(set(golds)) < len(golds) and Counter(map(plain_or_text, golds)) != Counter(map(plain_or_text, inner)):
@@ -143,7 +168,7 @@ def differ_as_lists(gold: Reading, answer: Reading) -> bool:
         return True  # \{1\},\{2\} is two sets
     bodies = [re.sub(rf"^{SYMBOL}\\in(?![a-z]) ?", "", body) for body in (gold.body, answer.body)]
     kinds = {"set" if body.startswith("\\{") and body.endswith("\\}") else "point"
-             if re.fullmatch(r"[(\[].*[)\]]", body) else ""
+             if is_bracketed(body) else ""
              for body in bodies}
     return kinds == {"set", "point"}  # \{1,2\} is not (1,2)
 
@@ -154,7 +179,7 @@ def plain_or_text(text: str) -> Fraction | str:
 
 def links(gold: Reading, answer: Reading) -> list[Reading]:
     """What must all be the gold: the answer, or the sides of its equation where it has more of them than the gold."""
-    sides = parts(answer.body, EQUALS)
+    sides = [answer.body] if is_region(answer.body) else parts(answer.body, EQUALS)
     num_of_gold = bool(gold.name) + len(parts(gold.body, EQUALS))
     return [answer] if len(sides) == 1 or bool(answer.name) + len(sides) <= num_of_gold else [*map(read, sides)]
 
@@ -231,11 +256,13 @@ FREE_LETTERS = "quvwkbjzpyxthmncars"  # that are the names of no functions and c
 
 
 def apart(gold: str, answer: str) -> list[str]:
-    """Both texts with other letters for capitals that stand beside their small ones in one of them: math-verify takes
-    R and r for the same. And for d where nothing is derived or integrated: it takes dt for a differential."""
-    letters = [{match[1] for match in TOKEN.finditer(text) if match[1]} for text in (gold, answer)]
-    capitals = sorted({letter for found in letters for letter in found if letter.isupper() and letter.lower() in found})
-    small = {letter.lower() for found in letters for letter in found}
+    """Both texts with other letters for capitals that stand beside their small ones, in one of them or one in each:
+    math-verify takes R and r for the same. Of a single letter the case is free. And for d where nothing is derived or
+    integrated: it takes dt for a differential."""
+    letters = {match[1] for text in (gold, answer) for match in TOKEN.finditer(text) if match[1]}
+    alone = len(gold) == len(answer) == 1
+    capitals = sorted(letter for letter in letters if letter.isupper() and letter.lower() in letters and not alone)
+    small = {letter.lower() for letter in letters}
     if "d" in small and not re.search(r"\\int|\\frac\{d", gold + answer):
         capitals.append("d")
     new = dict(zip(capitals, [letter for letter in FREE_LETTERS if letter not in small], strict=False))
@@ -246,7 +273,10 @@ def for_worker(reading: Reading) -> str:
     body = reading.body
     if reading.value is not None and not re.fullmatch(rf"-?{DECIMAL}%?", body):  # which it may not be able to read
         body = f"\\frac{{{reading.value.numerator}}}{{{reading.value.denominator}}}" + "%" * reading.percent
-    body = ",".join(both_signs(part) for part in parts(body)).replace("%", "\\%")
+    items = [both_signs(part) for part in parts(body)]
+    if is_region(body) and reading.either != reading.both:
+        return (" \\lor " if reading.either else " \\land ").join(items)
+    body = ",".join(items).replace("%", "\\%").replace(",", ", ")  # 60,120 would be a number
     return f"{reading.name}={body}" if reading.name and not parts(body)[1:] and "," not in reading.name else body
 
 

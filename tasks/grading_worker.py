@@ -17,6 +17,7 @@ from functools import lru_cache
 
 TIMEOUT = 5.0     # seconds for one request
 MEMORY = 1 << 30  # bytes of address space
+MAX_BITS = 100_000  # of a number, 30,000 digits, or terms of a sum: an expression that has more is not worked out
 
 
 def is_proper(latex: str) -> bool:
@@ -112,6 +113,33 @@ def compare_exactly() -> None:
     grader.sympy_numeric_eq = same_number
 
 
+def refuse_towers() -> None:
+    """Makes what would take minutes an error at once: powers, factorials and binomials of more than MAX_BITS bits, and
+    powers of sums that would have as many terms."""
+    from sympy import Integer, Pow, Rational, binomial, factorial
+
+    def bounded(owner, name: str, bits) -> None:
+        work = getattr(owner, name)  # a method, or a class method that is bound already
+
+        def checked(*args, **options):
+            if bits(*args) > MAX_BITS:
+                raise ValueError("a number of too many digits")
+            return work(*args, **options)
+        setattr(owner, name, staticmethod(checked) if hasattr(work, "__self__") else checked)
+
+    def of_power(base, exponent, *_) -> int:
+        small = not exponent.is_Integer or base in (-1, 0, 1)
+        return 0 if small else abs(int(exponent)) * max(int(base.p).bit_length(), int(base.q).bit_length())
+
+    for number in (Integer, Rational):
+        bounded(number, "_eval_power", of_power)
+    bounded(Pow, "_eval_expand_multinomial", lambda power, **_: int(power.exp) * len(power.base.args) ** 2
+            if power.exp.is_Integer and power.base.is_Add else 0)
+    bounded(factorial, "eval", lambda n: int(n) * int(n).bit_length() if n.is_Integer and n > 0 else 0)
+    bounded(binomial, "eval", lambda n, k: min(int(n), abs(int(k))) * int(n).bit_length()
+            if n.is_Integer and k.is_Integer and n > 0 else 0)
+
+
 def load():
     """math-verify as two functions: parse(text) -> its sympy objects, none where it has no meaning; equal(gold, answer)
     -> bool."""
@@ -120,10 +148,13 @@ def load():
     logging.disable()  # both functions warn that they have no time limit; here the parent has one
     from latex2sympy2_extended import latex2sympy2
     from math_verify import grader, verify
-    from sympy import I, Float, Rational
+    from sympy import (And, Eq, FiniteSet, Float, I, Intersection, Ne, Rational, Set, Symbol, Union)
+    from sympy.core.function import AppliedUndef
+    from sympy.core.relational import Relational
 
     read_as_written()
     compare_exactly()
+    refuse_towers()
     # Its own units would make 5t, 5m and 5d the number 5.
     reading = latex2sympy2.NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True,
                                                boxed="none", equations=False)
@@ -132,16 +163,38 @@ def load():
     def parsed(text: str) -> list:
         """The text as a whole: math-verify's own parse() searches it for something that can be read."""
         try:
+            for sign, joined in ((" \\lor ", Union), (" \\land ", Intersection)):
+                if sign in text:
+                    return [joined(*(solutions(*parsed(part)) for part in text.split(sign)))]
             latex = latex2sympy2.normalize_latex(re.sub(r"(?<![0-9])\\%$", "", text), reading)
             found = latex2sympy2.latex2sympy(latex, is_real=not grader.should_treat_as_complex(latex),
                                              normalization_config=None)
             if re.search(r"[^0-9]\\%$", text):  # which the library reads after numbers alone
                 found = latex2sympy2.convert_to_pct(found)
-            return [exact(found)]
+            return [region(exact(found))]
         except MemoryError:
             raise
         except Exception:  # whatever a parser says of such a text: it is none that can be read
             return []
+
+    def region(found):
+        """Several statements on one name, an inequality among them, as the numbers for which all hold, or where none
+        does, one; x != 2 as all numbers but that one."""
+        statements = found.args if isinstance(found, FiniteSet) else [found]
+        if (isinstance(found, Ne) or len(statements) > 1 and all(isinstance(x, Relational | And) for x in statements)
+                and not all(isinstance(x, Eq) for x in statements)
+                and len(set().union(*(x.free_symbols for x in statements))) == 1):
+            sets = [solutions(statement) for statement in statements]
+            return Union(*sets) if Intersection(*sets).is_empty else Intersection(*sets)
+        return found
+
+    def solutions(statement) -> Set:
+        """The numbers for which a statement on one name holds: of x = 5, x > 5, 1 < x < 5, g(x) > 5, x in (1, 5)."""
+        for function in statement.atoms(AppliedUndef):
+            statement = statement.xreplace({function: Symbol("y", real=True)})
+        if isinstance(statement, Eq) and isinstance(statement.rhs, Set):
+            return statement.rhs
+        return statement if isinstance(statement, Set) else statement.as_set()
 
     def exact(expression):
         """With its decimals as the fractions that they are: differences of floats vanish."""

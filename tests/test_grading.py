@@ -23,7 +23,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DATA = os.environ.get("NANOCHAT_DATA") or os.path.join(ROOT, "..", "shared", "data")
 ALONE = ("import sys, types\n"  # without what loads torch
          "sys.modules['tasks'] = types.ModuleType('tasks'); sys.modules['tasks'].__path__ = ['tasks']\n")
-HARD = "9^{9^{9^9}}"  # an answer that no worker finishes
+HARD = r"\gcd(9^{9^9},3)"  # an answer that no worker finishes
 PATIENCE = 10         # seconds on top of a budget, for the start of a worker on a busy machine
 # gold -> answers that are the same
 EQUAL = {
@@ -182,7 +182,7 @@ EXTRACTED = [
     ("boxed", r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), ("boxed", r"\boxed{\{1,2\}}", r"\{1,2\}"),
     ("boxed", r"\boxed{\{1,2}", r"\{1,2"), ("boxed", r"\boxed{a\\}", "a\\\\"), ("boxed", r"\boxed{1+\boxed{2}}", "2"),
     ("boxed", r"\fbox{7}", "7"), ("boxed", r"\boxed {7}", "7"), ("boxed", r"\boxed{5", None),
-    ("boxed", r"\boxed{1} then \boxed{2", None), ("boxed", r"\boxed", None), ("boxed", r"\boxed 5", None),
+    ("boxed", r"\boxed{1} then \boxed{2", None), ("boxed", r"\boxed", None), ("boxed", r"\boxed 5", "5"),
     ("boxed", "", None), ("boxed", r"\boxed{5}}}", "5"), ("boxed", "\\boxed{a\nb}", "a\nb"),
     ("hash", "#### 18", " 18"), ("hash", "#### 18\nand more", "18"), ("hash", "#### 1\n#### 2", "2"),
     ("hash", "### 5", None), ("hash", "####", ""), ("number", "from 3 to 1,234.5.", "1,234.5"),
@@ -272,11 +272,11 @@ def test_a_worker_that_dies_at_work_gives_none_and_the_next_answer_is_right(fres
 
 
 def test_a_worker_out_of_memory_gives_none_long_before_its_time(monkeypatch):
-    monkeypatch.setattr(grading_worker, "MEMORY", 200 << 20)
+    monkeypatch.setattr(grading_worker, "MEMORY", 120 << 20)
     monkeypatch.setattr(grading_worker, "TIMEOUT", 60)
     worker, start = Worker(grading_worker), time.monotonic()
     with pytest.raises(NoReply):
-        worker.ask({"gold": "x+1", "answer": "(x+1)^{10^5}-y"}, grading_worker.TIMEOUT)
+        worker.ask({"gold": "x+1", "answer": "(x+1)^{24000}-y"}, grading_worker.TIMEOUT)
     assert time.monotonic() - start < 30
     assert worker.process.wait(10) not in (None, 0, -signal.SIGALRM)  # by itself
     worker.kill()
@@ -372,7 +372,7 @@ def test_a_signal_to_the_process_group_leaves_workers_alive_and_the_end_of_their
 
 
 def test_a_busy_worker_vanishes_after_its_parent():
-    work = ("worker.process.stdin.write(b'{\"gold\": \"x+1\", \"answer\": \"9^{9^{9^9}}\"}\\n'); "
+    work = ("worker.process.stdin.write(b'{\"gold\": \"x+1\", \"answer\": \"\\\\\\\\gcd(9^{9^9},3)\"}\\n'); "
             "worker.process.stdin.flush(); ")
     trainer = run_python(TRAINER + work + "print('now', flush=True)\nsys.stdin.readline()", stdin=subprocess.PIPE)
     assert trainer.stdout.readline() == "True\n"

@@ -178,6 +178,7 @@ a+A  2a  2A  a  A^2
 1  \frac{N}{n}  A/a  \binom{N}{n}
 \gamma  \Gamma
 \Delta x  \delta x
+2X  2x  x+x
 y=2x  y'=2x  y''=2x  y=2x'  y^\prime=2x
 f(x)=x+x  f'(x)=2x  f''(x)=2x  f^{\prime}(x)=2x""",
     "ratios": r"""
@@ -185,6 +186,66 @@ f(x)=x+x  f'(x)=2x  f''(x)=2x  f^{\prime}(x)=2x""",
 2:3:4  1:6  \frac16  4:3:2  2:3  2:3:5  3:4:5  4:6:9  2:3:4:5  \frac{2}{3}:4  2:3/4  24
 1:1:\sqrt2  1/\sqrt2  \frac{\sqrt2}{2}  1:\sqrt2:1  1:1  \sqrt2:1:1  1:1:2  2:2:\sqrt2  1:\sqrt2
 3:2:1  1.5  3/2  1:2:3  3:2  6:4:1  3  \frac{3}{2}  3:1:2""",
+    "case": r"""
+\frac{abc}{4R}  \frac{abc}{4r}  \frac{ABC}{4R}  \frac{Abc}{4R}  \frac{abC}{4R}
+2R  2r
+2r  2R
+\sin A  \sin a
+\sin a  \sin A
+32R^2 - 3(a^2 + b^2 + c^2)  32r^2 - 3(a^2 + b^2 + c^2)  32R^2 - 3(A^2 + b^2 + c^2)
+2X  2x  x+x
+3R^2  3r^2  3rR  3r^2+0
+K=8n  K=8N
+a+bn  A+bn  a+Bn  a+bN  A+Bn  A+BN
+\frac{m}{n}  \frac{M}{n}  \frac{m}{N}  \frac{M}{N}
+x^2+y  X^2+y  x^2+Y  X^2+Y
+\sqrt{ab}  \sqrt{Ab}  \sqrt{aB}  \sqrt{AB}
+\log_2 n  \log_2 N
+n!  N!
+(a,b)  (A,b)  (a,B)
+\{a,b\}  \{A,b\}  \{a,B\}
+x>a  x>A
+V=\pi r^2h  V=\pi R^2h  V=\pi r^2H  V=\pi R^2H  V=\pi rRh""",
+    "lists of long numbers": r"""
+60, 120  60000+120  60120  60\,120  60{,}120  60, 121  60  120  60, 120, 180  \{60120\}  60.120
+60000+120  60, 120
+2, 100  21\cdot 100  2100  2\,100  2{,}100
+21\cdot 100  2, 100  \{2, 100\}
+\{2,100\}  \{2100\}  2100  \{21\cdot 100\}  \{2\,100\}  (2,100)  \{2,100,0\}  \{2\}
+60^\circ, 120^\circ  60, 130  60  60120^\circ  60120  60\text{ cm}, 120\text{ cm}  60, 120\text{ rad}
+5\text{ cm}, 6\text{ inches}  5\text{ inches}, 6\text{ cm}  5\text{ cm}, 6\text{ cm}
+5\text{ cm}, 6\text{ cm}  5\text{ cm}, 6\text{ km}  5\text{ km}, 6\text{ km}  5, 7
+(1,100)  1100  1,100  (1100)  \{1,100\}
+12, 345, 678  12345678  12, 345678  12345, 678""",
+    "inequalities": r"""
+(-\infty,-2)\cup(3,\infty)  x<-2\text{ and }x>3  x<-2\text{ or }y>3  x\le-2\text{ or }x>3  x<-2\text{ or }x>4  x<-2
+(-\infty,-2)\cup(3,\infty)  -2<x<3  x<-2, x\ge3  \{x: x<-2\}  \{x: x<-2\text{ and }x>3\}  x\ne-2, 3  x<-2 \land x>3
+(2,5)  x>2\text{ or }x<5  x>2, x<6  x>2, y<5  x<2, x>5  x>2, x\le5  x\ge2\land x<5  x>2  x<5
+\mathbb{R}\setminus\{2\}  x\ne 3  x\ne 2, 3  x=2  x>2  \mathbb{R}  x<2, x\ge2
+(-\infty,-2)\cup(-2,2)\cup(2,\infty)  x\ne-2\text{ or }x\ne2  x\ne2  x\ne\pm3  -2<x<2  x\ne-2,2,5
+x<-2\text{ or }x>3  y<-2\text{ or }y>3  x<-2\text{ and }x>3
+\{-1\} \cup [0,7)  x=1\text{ or }0\le x<7  x=-1\text{ and }0\le x<7  x=-1\text{ or }0<x<7  0\le x<7
+x\ne2  2  x=2
+x>2, x<5  (2,6)  (-\infty,5)\cup(2,\infty)""",
+    "words around": r"""
+36  \text{36 or 37}  \text{36 million}  \text{not 36}  \text{36 percent of 5}  \text{35 dollars}  \text{36 dozen}
+5\text{ cm}  \text{5 km}  \text{6 cm}
+2430_5  (2430)_6  2430_{(6)}  2430\text{ (base 6)}  2430_{\text{six}}  2430\text{ base six}  (2430)_{25}
+2430_5  2431\text{ (base 5)}  243_5
+2430  2430\text{ (base 5)}  (2430)_5  2430_{\text{five}}
+\textbf{(D)}\ 27  C  28  \textbf{(C)}\ 27  \textbf{(D)}\ 28  \text{(C)}  (C) 27
+27  \textbf{(D) }28  D  \text{(D)}  (D) 28  \text{(D) 28}
+\frac13  0.\dot{4}  0.3\dot{4}  \dot{3}  3.\dot3  0.0\dot{3}  \dot{0}.3
+\frac17  0.\dot{1}4285\dot{6}  0.\dot142857
+e-1  \mathrm{e}+1  \mathrm{i}-1  \mathrm{e}
+\ln 2  \operatorname{ln} 3  \operatorname{log}_2 2  \operatorname{sin} 2""",
+    "towers": r"""
+4  9^{9^{9^9}}  5^{5^{5^5}}  2^{10^9}  (10^9)!  (10^7)!  1000000!  \binom{10^9}{5\cdot10^8}  10^{10^{10}}  7^{7^{7^7}}+x
+4  x^{9^{9^9}}  e^{9^{9^9}}  (\sqrt2)^{10^{9}}  (3/2)^{10^9}  ((10!)!)!  20!!!  (x+1)^{100000}  (1+\sqrt2)^{1000000}
+4  \log(9^{9^9})  \sin(10^{10^{10}})  2^{2^{2^{2^{2^{2}}}}}  0.5^{10^9}  10^{-10^9}  \sqrt{9^{9^9}}  1.0000001^{10^{9}}
+4  9^{9^{9^9}}-9^{9^{9^9}}+4  8^{8^{8^8}}  7^{7^{7^7}}  6^{6^{6^6}}  3^{3^{3^{3^3}}}  2^{10^{10}}  3^{10^9}  5^{10^8}
+4  11^{11^{11}}  (10^6)!  (9^9)!  (8^8)!  200000!  123456789!  \binom{10^8}{10^7}  (x-1)^{99999}  (2x+y)^{50000}
+4  12^{12^{12}}  13^{13^{13}}""",
     "or": r"""
 5  5\text{ or }6  6\text{ or }5  5 or 6  5 or 5.5  either 5 or 6  5\lor6  5\vee6  5\text{ or possibly }6  5\text{, or }6
 5  5or6  5\text{ and }6  5\textbf{ or }6  5\text{or}6  5\ or\ 6  5\mbox{ or }6  5\quad\text{or}\quad6  5\ \mathrm{or}\ 6
@@ -217,7 +278,7 @@ BOXES = r"""
 4  \boxed{4}=\boxed{5}  \boxed{4} \fbox{5}  \fbox{4} \boxed{5}  \fbox{4}\fbox{5}  \boxed {4} \boxed {5}
 4  \boxed{4 \boxed{5}}  \boxed{4, \boxed{5}}  \boxed{4=\boxed{5}}  \boxed{\boxed{4},\boxed{5}}
 4  \boxed{4\text{ or }\boxed{5}}  \boxed{4} \boxed{}  \boxed{4} \boxed{ }  \boxed{4} \boxed{?}  \boxed{4} \boxed{5
-4  \boxed{4} \boxed{  \boxed{4 \boxed{  \boxed{4  \boxed 4  4  \boxed{}4  \boxed{4,5}  \boxed{4}\boxed{4,5}  \boxed{4 5}
+4  \boxed{4} \boxed{  \boxed{4 \boxed{  \boxed{4  \boxed 5  4  \boxed{}4  \boxed{4,5}  \boxed{4}\boxed{4,5}  \boxed{4 5}
 4  \boxed{4\ 5}  \boxed{4\\5}  \boxed{4&5}  \boxed{4;5}  \boxed{4} #### 5 \boxed{5}  #### 5  4 #### 5  #### 4 5
 4  #### 4 or 5  #### 4, 5  #### 4=5  #### 5=4  #### 4 #### 5  #### 4 \boxed{5}  \boxed{5} #### 4  \boxed{4\text{ or }5}
 4  \boxed{\text{4 or 5}}  \boxed{4 \text{ and } 5}  \boxed{5=4}  \boxed{4}\boxed{5}\boxed{6}  \boxed{5} 4  4 \boxed{5}
@@ -262,7 +323,7 @@ e^{i\pi/3}  \frac12+\frac{\sqrt3}{2}i
 4  |AB|=4  \{4\}  x\in\{4\}  (x=4)  m=4 cm  m=4\text{ m}  h=4\text{ hours}  \frac{dy}{dx}=4
 R-r  -r+R  R-1r
 \frac{R}{r}  R/r  \frac{2R}{2r}
-2X  2x
+2X  X2  X+X
 2x  f'(x)=2x  y'=2x  f^{\prime}(x)=2x
 x+R+r+\sqrt{2}  r+R+x+\sqrt2
 \mathbb{R}  \mathbb R
@@ -293,7 +354,45 @@ x^2-2x+10=0  2x^2-4x+20=0  -10=x^2-2x
 50\%  50\text{ per cent}  0.5=50\%  50\text{ percentage points}
 \$5  5\text{ dollars per hour}
 \text{Evelyn}  x=\text{Evelyn}  "Evelyn"
+60, 120  120, 60  120,60  \{60,120\}  60\text{ and }120
+\{2,100\}  \{100,2\}  2, 100  \left\{100, 2\right\}
+\{2,100,300\}  \{100,2,300\}
+60^\circ, 120^\circ  60, 120  120,60  120^\circ,60^\circ  60, 120^\circ
+5\text{ cm}, 6\text{ cm}  5, 6  6, 5\text{ cm}
+\frac{1,000}{2,001}  \frac{1000}{2001}
+(-\infty,-2)\cup(3,\infty)  x<-2\text{ or }x>3  x>3 or x<-2  x<-2, x>3  x < -2 \lor x > 3  x<-2\cup x>3
+(-\infty,-2)\cup(3,\infty)  \{x: x<-2\text{ or }x>3\}  \{x\in\mathbb{R}\mid x<-2\text{ or }x>3\}
+x<-2\text{ or }x>3  (-\infty,-2)\cup(3,\infty)  x>3 \vee x<-2
+(2,5)  x>2, x<5  2<x<5  x>2\text{ and }x<5  5>x>2  x>2\land x<5
+x>2, x<5  (2,5)
+\mathbb{R}\setminus\{2\}  x\ne 2  (-\infty,2)\cup(2,\infty)  x\neq 2  \mathbb{R}-\{2\}  \mathbb{R}\backslash\{2\}
+x\ne 2  \mathbb{R}\setminus\{2\}  x<2\text{ or }x>2
+(-\infty,-2)\cup(-2,2)\cup(2,\infty)  x\ne\pm2  x\ne 2,x\ne-2  x\ne -2\text{ and }x\ne2  x\ne -2, 2
+\{-1\} \cup [0,7)  x=-1\text{ or }0\le x<7
+e-1  \mathrm{e}-1  -1+\operatorname{e}  \text{e}-1
+e^{i\pi}  \mathrm{e}^{\mathrm{i}\pi}
+\ln 2  \operatorname{ln} 2  \operatorname{ln}2  \mathrm{ln}\,2  \text{ln}(2)  \operatorname{ln}(2)
+\arctan 2  \operatorname{arctan} 2  \mathrm{arctan}(2)
+(1,2),(3,4)  \{(1,2),(3,4)\}  \{(3,4),(1,2)\}  \left\{(1,2),(3,4)\right\}
+\{(1,2),(3,4)\}  (1,2),(3,4)  (3,4)\text{ and }(1,2)
+x  X
+36  \text{36 dollars}  \text{36 apples}  \text{ 36 dollars }  \mbox{36 dollars}
+5\text{ cm}  \text{5 cm}
+2430_5  (2430)_5  2430_{(5)}  2430\text{ (base 5)}  2430\text{ base 5}  2430\text{ in base 5}  2430_{\text{five}}
+27  \textbf{(D) }27  \text{(D) }27  \textbf{(D)}\ 27  \text{(D) 27}  \mathrm{(D)}\ 27  (D) 27
+\textbf{(D)}\ 27  27  D  \text{(D)}  (D)  \textbf{(D) }27
+\frac13  0.\dot{3}  0.\dot3  .\dot{3}
+\frac17  0.\dot{1}4285\dot{7}
+\frac16  0.1\dot{6}
 """
+# whole completions, as in BOXES
+RIGHT_BOXES = r"""
+5  \boxed{4}, no: \boxed 5  \boxed5  \boxed 5  \boxed{5} in \boxed form  \fbox 5  $\boxed 5$.
+\pi  \boxed\pi  \boxed \pi
+\frac12  \boxed\frac12  \boxed\frac{1}{2}  \boxed \frac12  $\boxed\frac{1}{2}$
+12  $\boxed 12$  \boxed 12.
+x  \boxed x
+-5  \boxed -5"""
 
 
 def pairs(table: str) -> list[tuple[str, str]]:
@@ -325,4 +424,4 @@ def test_no_hostile_answer_is_true(completions):
 
 
 def test_other_spellings_of_right_answers_are_true():
-    assert [pair for pair, verdict in graded(boxes(RIGHT)).items() if verdict is not True] == []
+    assert [pair for pair, verdict in graded([*boxes(RIGHT), *pairs(RIGHT_BOXES)]).items() if verdict is not True] == []
