@@ -12,7 +12,6 @@ single one. B rows, T tokens, M scored tokens, C width.
 """
 import csv
 import io
-import json
 import os
 import random
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 
 from nanochat.common import BadInput, all_reduce, wide_dtype
 from nanochat.engine import pad_prompts
-from nanochat.storage.files import read_text
+from nanochat.storage.files import json_lines, read_text
 
 # Per kind of task, the fields of an example that are text, and the one that is a list of options, with the index of the
 # right one in "gold".
@@ -89,12 +88,12 @@ def read_task(folder: str, entry: dict, baselines: dict[str, float]) -> CoreTask
 def read_items(path: str, kind: str) -> list[dict]:
     """The examples of a jsonl file, one a line. Raises BadInput."""
     items = []
-    for number, line in enumerate(read_text(path).removesuffix("\n").split("\n"), 1):
+    for place, item in json_lines(path):
         try:
-            items.append(json.loads(line))
-            check_item(items[-1], kind)
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise BadInput(f"{path}: line {number} is no example: {error}") from None
+            check_item(item, kind)
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadInput(f"{place} is no example: {error}") from None
+        items.append(item)
     return items
 
 

@@ -5,16 +5,11 @@ A task is any object with `name`, `fmt` (tasks.formats.Format) and the methods o
 text; they never run models.
 """
 import functools
-import glob
-import itertools
-import json
 import random
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanochat.common import BadInput
-from nanochat.storage.files import check_data_file, look_for_hub, quiet_datasets, reading
 from tasks.answers import MAX_ANSWER, OPENED_BOX, boxed, extracted, last_number, plain_number, tidy
 from tasks.formats import Format
 from tasks.grading import grade
@@ -22,7 +17,6 @@ from tasks.grading import grade
 # Problems are dealt to the splits by a hash of their text: sft, rl and the two test splits have no text in common.
 SPLIT_BUCKETS = {"sft": range(0, 4), "rl": range(4, 9), "test_in": range(9, 10), "test_out": range(9, 10)}
 BOX = "\\boxed{"
-FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # of tables: their ending, and what reads them
 
 
 @dataclass(frozen=True)
@@ -158,45 +152,3 @@ def is_last_number(text: str, gold: str) -> bool | None:
         return None
     value = plain_number(tidy(found)) if len(found) <= MAX_ANSWER else None
     return value is not None and value[0] == wanted[0]
-
-
-def read_rows(where: str, table, read: Callable) -> list:
-    """read(row) of each row of a table. Raises BadInput, which begins with `where` and the number of a row, from 1."""
-    rows, found = iter(table), []
-    for number in itertools.count(1):
-        with reading(f"{where}: row {number}"):
-            try:
-                found.append(read(next(rows)))
-            except StopIteration:
-                return found
-
-
-def check_lines(path: str) -> None:
-    """Raises BadInput for the first line of a .jsonl file that is no json object. The library's own message counts rows
-    from 0, in a part of the file."""
-    with open(path, encoding="utf-8-sig", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            with reading(f"{path}: line {number}"):
-                if line.strip() and not isinstance(json.loads(line), dict):
-                    raise ValueError("is no json object")
-
-
-def read_table(where: str, columns: tuple[str, ...], *path, **options):
-    """The table that datasets.load_dataset opens. Raises BadInput, which begins with `where`, also without a column."""
-    datasets = quiet_datasets()
-    file = options.get("data_files", "")
-    if file:  # whose name may look like the pattern that datasets takes it for
-        check_data_file(file)
-        options["data_files"] = glob.escape(file)
-    else:
-        look_for_hub()
-    try:
-        table = datasets.load_dataset(*path, **options)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        if file.endswith(".jsonl"):
-            check_lines(file)
-        reason = str(error.__cause__ or error).strip() or type(error).__name__
-        raise BadInput(f"{where}: {reason.splitlines()[0]}") from None
-    if missing := [column for column in columns if column not in table.column_names]:
-        raise BadInput(f"{where}: has no column {missing[0]!r}, only {', '.join(table.column_names)}")
-    return table

@@ -12,14 +12,16 @@ import random
 import re
 from collections import Counter
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import NamedTuple
 
 from nanochat.common import BadInput, in_threads, print0
 from tasks.answers import boxed
-from tasks.common import FILES, GradedSet, Problem, in_split, nth_of_epochs, read_rows, read_table
+from tasks.common import GradedSet, Problem, in_split, nth_of_epochs
 from tasks.formats import PAPER
 from tasks.grading import readable
 from tasks.gsm8k import ANSWER, judge_equations, mistaken
+from tasks.tables import FILES, read_file, read_hub, read_rows
 
 HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::(\w+))?")
 # characters of a problem to train on; of MATH two have more. The longest prompt takes from every completion's room
@@ -58,7 +60,7 @@ class Row:
 def text_of(row: dict, *columns: str) -> str:
     """The text, or the number as text, in the first of these columns that has one. Raises ValueError where none has."""
     for value in map(row.get, columns):
-        is_number = type(value) in (int, float) and math.isfinite(value)
+        is_number = type(value) in (int, float, Decimal) and math.isfinite(value)
         if isinstance(value, str) or is_number:
             return str(value).strip()
     raise ValueError(f"has no text for {' or '.join(columns)}")
@@ -98,21 +100,24 @@ def read_olympiad(row: dict) -> Row:
 READERS = {"reward_model": read_eurus, "final_answer": read_olympiad}
 
 
+def read_row(row: dict) -> Row | None:
+    """A row of any of these layouts. Raises ValueError, KeyError and the like where it is malformed."""
+    return next((read for column, read in READERS.items() if column in row), read_plain)(row)
+
+
 def read_source(flag: str, source: str) -> list[Row | None]:
     """The rows of a file or a dataset of the hub, None where one is no mathematics. Raises BadInput."""
     where, path = f"{flag} {source}", os.path.expanduser(source)
-    kind, hub = FILES.get(os.path.splitext(path)[1]), HUB_NAME.fullmatch(source)
-    if kind and os.path.isfile(path):
-        where, table = path, read_table(path, (), kind, data_files=path, split="train")
-    elif kind or not hub:
-        raise BadInput(f"{where}: no such file"
-                       + ("" if kind else f" that ends in {', '.join(FILES)}, and no name of a dataset, owner/name"))
+    is_table, hub = os.path.splitext(path)[1] in FILES, HUB_NAME.fullmatch(source)
+    if is_table and os.path.isfile(path):
+        rows = read_file(path)
+    elif is_table or not hub:
+        raise BadInput(f"{where}: no such file" + f" that ends in {', '.join(FILES)}, and no name of a dataset, "
+                                                  f"owner/name" * (not is_table))
     else:
         name, config, split = hub.groups()
-        where += ": no such file, and as a dataset"
-        table = read_table(where, (), *([name, config] if config else [name]), split=split or "train")
-    return read_rows(where, table, next((read for column, read in READERS.items() if column in table.column_names),
-                                        read_plain))
+        rows = read_hub(where, *([name, config] if config else [name]), split=split or "train")
+    return read_rows(rows, read_row)
 
 
 def same_text(problem: str) -> str:

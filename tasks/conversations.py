@@ -2,11 +2,10 @@
 Conversations for SFT beside a task's demonstrations: jsonl files, each line a list of messages or {"messages": [...]},
 or a `datasets` name.
 """
-import json
 import os
 
 from nanochat.common import BadInput
-from nanochat.storage.files import look_for_hub, quiet_datasets, reading
+from nanochat.storage.files import json_lines, look_for_hub, quiet_datasets, reading
 from nanochat.tokenizer import PARTS
 
 
@@ -38,11 +37,9 @@ def load_conversations(sources: list[str]) -> list[list[dict]]:
 
 def _from_file(path: str) -> list[list[dict]]:
     conversations = []
-    with reading(path), open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
-            with reading(f"{path} line {number}"):
-                row = json.loads(line.decode())
-                conversations.append(check_messages(row["messages"] if isinstance(row, dict) else row))
+    for place, row in json_lines(path):
+        with reading(place):
+            conversations.append(check_messages(row["messages"] if isinstance(row, dict) else row))
     if not conversations:
         raise BadInput(f"{path}: is empty")
     return conversations
@@ -60,6 +57,6 @@ def _from_hub(source: str) -> list[list[dict]]:
                        f"{' '.join(str(error).split())[:200]}") from None
     conversations = []
     for number, row in enumerate(rows, 1):
-        with reading(f"{source} row {number}"):
+        with reading(f"{source}: row {number}"):
             conversations.append(check_messages(row))
     return conversations

@@ -16,8 +16,9 @@ from decimal import Decimal
 
 from nanochat.calculator import calculate
 from nanochat.common import BadInput, print0
-from tasks.common import GradedSet, Problem, in_split, nth_of_epochs, read_rows, read_table
+from tasks.common import GradedSet, Problem, in_split, nth_of_epochs
 from tasks.formats import IN_WORDS, Format
+from tasks.tables import read_file, read_hub, read_rows
 
 INTEGER = "(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 ANSWER = re.compile(rf"-?{INTEGER}(?:\.[0-9]*)?|-?\.[0-9]+")
@@ -40,17 +41,17 @@ EQUATION = re.compile(rf"(?<![0-9.,$%])({EXPRESSION}{{1,10}}) ?= ?"
 
 def read_split(source: str, split: str) -> list[tuple[str, str]]:
     """The (question, worked solution) rows of train or test, from a folder's <split>.jsonl or a dataset of the hub."""
-    folder, columns = os.path.expanduser(source), ("question", "answer")
-    path, where = os.path.join(folder, f"{split}.jsonl"), f"--gsm8k-data {source}"
+    folder, where = os.path.expanduser(source), f"--gsm8k-data {source}"
+    path = os.path.join(folder, f"{split}.jsonl")
     if os.path.isdir(folder):
         if not os.path.isfile(path):
             raise BadInput(f"{where}: has no {split}.jsonl")
-        where, table = path, read_table(path, columns, "json", data_files=path, split="train")
+        rows = read_file(path)
     elif re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
-        table = read_table(f"{where}: no such folder, and as a dataset", columns, source, "main", split=split)
+        rows = read_hub(where, source, "main", split=split)
     else:
         raise BadInput(f"{where}: no such folder")
-    return read_rows(where, table, read_row)
+    return read_rows(rows, read_row, ("question", "answer"))
 
 
 def read_row(row: dict) -> tuple[str, str]:

@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 
 from nanochat.common import BadInput
-from tasks.common import FILES, read_rows, read_table
+from tasks.tables import FILES, read_file, read_hub, read_rows
 
 RANDOM_BASELINE = 0.25  # accuracy of guessing; nearly every question has four choices
 
@@ -58,17 +58,15 @@ def checked(choice: Choice) -> Choice:
 def load_choices(name: str, data: str = "", max_examples: int = -1) -> list[Choice]:
     """The questions of a set in one fixed random order, the first `max_examples` of it (-1: all). data: a .jsonl, .json
     or .parquet file with the hub's columns, read instead of the hub. The order is random because MMLU's rows are sorted
-    by subject. Raises BadInput, for a malformed row with its number from 1."""
+    by subject. Raises BadInput, for a malformed row with its place."""
     hub, config, split, columns, read = CHOICE_SETS[name]
     where = f"{name}, {data or hub}"
     if data:
-        reader = FILES.get(os.path.splitext(data)[1])
-        if reader is None or not os.path.isfile(data):
-            raise BadInput(f"{where}: {'no such file' if reader else 'must end in ' + ', '.join(FILES)}")
-        table = read_table(where, columns, reader, data_files=data, split="train")
-    else:
-        table = read_table(where, columns, hub, config, split=split)
-    choices = read_rows(where, table, lambda row: checked(read(row)))
+        is_table = os.path.splitext(data)[1] in FILES
+        if not (is_table and os.path.isfile(data)):
+            raise BadInput(f"{where}: {'no such file' if is_table else 'must end in ' + ', '.join(FILES)}")
+    rows = read_file(data) if data else read_hub(where, hub, config, split=split)
+    choices = read_rows(rows, lambda row: checked(read(row)), columns)
     random.Random(0).shuffle(choices)
     return choices if max_examples < 0 else choices[:max_examples]
 

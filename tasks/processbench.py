@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from nanochat.common import BadInput
 from tasks.answers import boxed
-from tasks.common import FILES, read_rows, read_table
+from tasks.tables import FILES, read_file, read_hub, read_rows
 
 HUB = "Qwen/ProcessBench"
 SUBSETS = ("gsm8k", "math", "olympiadbench", "omnimath")  # the hub's splits, as the paper orders them
@@ -35,17 +35,17 @@ def read_row(row: dict) -> tuple[str, tuple[str, ...], int, bool]:
     problem, steps, label, correct = (row[column] for column in COLUMNS)
     if not isinstance(steps, list) or not steps or not all(isinstance(x, str) and x.strip() for x in (problem, *steps)):
         raise ValueError("problem and steps must be texts that are not empty")
-    # True is an int too, and one missing label makes floats of a whole column.
-    if type(label) not in (int, float) or label not in range(-1, len(steps)):
-        raise ValueError(f"label {label!r} must be from -1 to {len(steps) - 1}, "
+    # True is an int too; -1.0 is -1, since one missing label makes floats of a whole column.
+    if isinstance(label, bool) or label not in range(-1, len(steps)):
+        raise ValueError(f"label {label} must be from -1 to {len(steps) - 1}, "
                          f"the index of one of {len(steps)} steps or -1")
     if not isinstance(correct, bool):
         raise ValueError(f"final_answer_correct {correct!r} must be true or false")
     return problem, tuple(steps), int(label), correct
 
 
-def find_tables(source: str, subset: str) -> dict[str, tuple]:
-    """Per subset the arguments and options of datasets.load_dataset. Raises BadInput for what is not there."""
+def find_tables(source: str, subset: str) -> dict[str, str | None]:
+    """Per subset its file, None on the hub. Raises BadInput for what is not there."""
     path = os.path.expanduser(source)
     if os.path.isdir(path):
         files = [os.path.join(path, name) for name in sorted(os.listdir(path))]
@@ -54,11 +54,10 @@ def find_tables(source: str, subset: str) -> dict[str, tuple]:
     elif os.path.splitext(path)[1] in FILES or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
         raise BadInput(f"{source}: no such file or folder")
     else:
-        return {name: ((source,), {"split": name}) for name in ([subset] if subset else SUBSETS)}
+        return dict.fromkeys([subset] if subset else SUBSETS)
     stem_of = lambda file: os.path.splitext(os.path.basename(file))[0]
     place = lambda file: (*SUBSETS, stem_of(file)).index(stem_of(file))  # as the paper has them, then others
-    found = {stem_of(file): ((FILES[os.path.splitext(file)[1]],), {"data_files": file, "split": "train"})
-             for file in sorted(files, key=place) if os.path.splitext(file)[1] in FILES}
+    found = {stem_of(file): file for file in sorted(files, key=place) if os.path.splitext(file)[1] in FILES}
     if not found:
         raise BadInput(f"{source}: has no <subset>{' or <subset>'.join(FILES)}")
     if subset and subset not in found:
@@ -70,14 +69,12 @@ def load_processbench(source: str = HUB, subset: str = "", max_examples: int = -
     """The samples of one subset or ("") of all, in the tables' order; of each at most `max_examples` (-1: all), a fixed
     random choice, a larger one holding the smaller, since rows may be sorted by label. source: a dataset on the hub
     whose splits are the subsets; a .jsonl, .json or .parquet file, whose name is its subset's; or a folder of such
-    files, one per subset. Raises BadInput, for a malformed row with its file and its number from 1."""
+    files, one per subset. Raises BadInput, for a malformed row with its place."""
     samples = []
-    for name, (arguments, options) in find_tables(source, subset).items():
-        is_file = "data_files" in options
-        where = options["data_files"] if is_file else f"{source}, split {name}"
-        table = read_table(where if is_file else f"{source}: no such file or folder, and as a dataset, split {name}",
-                           COLUMNS, *arguments, **options)
-        rows = [LabelledSolution(*row, name, number) for number, row in enumerate(read_rows(where, table, read_row), 1)]
+    for name, file in find_tables(source, subset).items():
+        table = read_file(file) if file else read_hub(f"{source}, split {name}", source, split=name)
+        rows = [LabelledSolution(*row, name, number)
+                for number, row in enumerate(read_rows(table, read_row, COLUMNS), 1)]
         if 0 <= max_examples < len(rows):
             order = list(range(len(rows)))
             random.Random(0).shuffle(order)

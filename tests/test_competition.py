@@ -183,7 +183,7 @@ def test_a_malformed_row_is_bad_input_with_file_and_number(good, bad, complaint,
     number = 2 if good != bad else 1
     with pytest.raises(BadInput, match=complaint) as error:
         task_of("math", path)
-    assert str(error.value).startswith(f"{path}: row {number}: ") and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"{path}: line {number}: ") and "\n" not in str(error.value)
 
 
 def test_what_is_left_out_is_counted_by_part_and_reason_and_told_once(tmp_path, capsys):

@@ -282,13 +282,12 @@ MALFORMED = {  # a file of the folder -> contents, None where it is absent, and 
         (CSV.replace("50", "half"), "csv: line 4: .* 'half'"), (CSV.replace("50", ""), "schema: .* no random baseline"),
         (CSV.replace("text,z,0\n", ""), "text: .* no random baseline")],
     "text": [
-        (None, "text.jsonl: No such file"), ("", "text.jsonl: line 1 is no example"),
+        (None, "text.jsonl: No such file"), ("", "text.jsonl: 0 examples, text needs more than its 1 shots"),
         ('{"context": "c"}', "text.jsonl: line 1 is no example: 'continuation'")],
     "schema": [('{"continuation": "c"}', "'context_options'")],
     "choice": [
-        (GOOD_LINE + "{\n", "line 2 is no example"),
-        (GOOD_LINE + "\n" + GOOD_LINE, "choice.jsonl: line 2 is no example"),
-        ("[" * 10 ** 5, "line 1 is no example"), ("[]", "line 1 is no example"),
+        (GOOD_LINE + "{\n", "line 2: is no json"), ("[" * 10 ** 5, "choice.jsonl: line 1: "),
+        ("[]", "line 1 is no example"),
         (GOOD_LINE * 2, "choice.jsonl: 2 examples, choice needs more than its 2 shots"),
         (GOOD_LINE + '{"query": null}', "line 2 is no example: 'query' is no text"), ('{"query": "q"}', "'choices'"),
         *((f'{{"query": "q", "choices": {choices}}}', "no list of texts") for choices in ("[]", '[["a"]]', '"ab"')),

@@ -34,8 +34,8 @@ from nanochat.rl.run.resume import read_config
 from nanochat.storage import files
 from nanochat.storage.run import claim_run_name, lock_run
 from scripts import chat_sft, tango_rl
-from tasks.common import read_table
 from tasks.conversations import load_conversations
+from tasks.tables import read_hub
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_nothing_is_looked_for_on_the_network(two_processes):
         assert code == 0 and "NETWORK" not in said, said[-2000:]
 
 
-ASKED = {"a table": lambda: read_table("owner/name", (), "owner/name", split="train"),
+ASKED = {"a table": lambda: list(read_hub("owner/name", "owner/name", split="train")),
          "text": lambda: open_rows(["owner/name"]), "conversations": lambda: load_conversations(["owner/name"]),
          "a model": lambda: find_folder("owner/name")}
 

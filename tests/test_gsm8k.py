@@ -98,12 +98,12 @@ def test_files_that_cannot_be_used_are_bad_input(tmp_path):
     write_rows(folder, "test", [CLIPS])
     refuses("left for split sft .*, 1 of the 1 train questions are in test too")
     for message, train in (
-            ("has no column 'answer', only question, solution", '{"question": "What?", "solution": "3"}\n'),
-            ("row 2: something in it is empty", row + row.replace('"What?"', "null")),
-            ("row 2: has no text for question or answer", row + row.replace('"What?"', '" "')),
-            ("row 1: is no text in UTF-8", row.replace("What", "é").encode("latin1")),
+            ("line 1: has no column 'answer', only question, solution", '{"question": "What?", "solution": "3"}\n'),
+            ("line 2: something in it is empty", row + row.replace('"What?"', "null")),
+            ("line 2: has no text for question or answer", row + row.replace('"What?"', '" "')),
+            ("line 1: is no text in UTF-8", row.replace("What", "é").encode("latin1")),
             ("is no json of rows: it begins with b'not json", "not json\n"),
-            ("line 3: is no json: Expecting ':' delimiter: line 1 column 31", row + "\n" + row[:30]),
+            ("line 3: is no json: Expecting ':' delimiter: column 31", row + "\n" + row[:30]),
             ("line 2: is no json object$", "\ufeff" + row + "[3]\n"), ("line 2: ", row + "[" * 10 ** 5)):
         refuses(f"train.jsonl: {message}", train)
 

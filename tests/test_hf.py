@@ -180,6 +180,21 @@ def test_the_original_context_is_where_transformers_finds_it(tmp_path):
     assert not torch.allclose(frequencies[0], frequencies[1])
 
 
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_of_two_descriptions_of_rotary_positions_the_one_of_transformers_counts(tmp_path, key):
+    yarn, linear, plain = {key: "yarn", "factor": 4.0}, {key: "linear", "factor": 3.0}, {"rope_type": "default"}
+    for new, old in ((plain, yarn), (yarn, plain), (linear, yarn), (yarn, linear), (yarn, None), (yarn, {}),
+                     ({**plain, "rope_theta": 5e5}, yarn), ({**yarn, "rope_theta": 5e5}, {**linear, "rope_theta": 6e5}),
+                     (yarn, {**linear, "type": "default", "rope_type": "linear"})):
+        for theta in ({}, {"rope_theta": 7e5}):
+            write(tmp_path, "config.json",
+                  SIZES | {"model_type": "qwen2", "rope_parameters": new, "rope_scaling": old, **theta})
+            theirs, ours = AutoConfig.from_pretrained(tmp_path).rope_parameters, read_config(str(tmp_path))
+            found = ours.rope_scaling or plain
+            assert (ours.rope_theta, found["rope_type"], found.get("factor")) == (
+                theirs["rope_theta"], theirs["rope_type"], theirs.get("factor")), (new, old, theta)
+
+
 def test_what_a_configuration_leaves_out_is_as_transformers_has_it(tmp_path):
     config = AutoConfig.for_model("llama", **SIZES)
     optional = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",

@@ -122,6 +122,17 @@ def test_sharded_folders_are_written_and_read_by_both(tied, tmp_path, monkeypatc
     assert largest_gap(model, read_model(str(tmp_path / "theirs"), CPU, torch.float32)) < 3e-5
 
 
+def test_of_a_single_file_and_shards_the_one_of_transformers_is_read(tmp_path, capsys):
+    """A folder saved anew: whole over shards, where its index stays, and in shards over a whole file, which stays."""
+    for name, sizes in (("whole", ["60KB", "1GB"]), ("shards", ["1GB", "60KB"])):
+        for seed, size in enumerate(sizes):
+            reference_model("llama", seed=seed).save_pretrained(tmp_path / name, max_shard_size=size)
+        ours = read_model(str(tmp_path / name), CPU, torch.float32)
+        assert largest_gap(AutoModelForCausalLM.from_pretrained(tmp_path / name), ours) < 3e-5
+        assert (f"WARNING: {tmp_path / name}/model.safetensors is read, not the shards of "
+                f"{tmp_path / name}/model.safetensors.index.json") in capsys.readouterr().out
+
+
 class Failing(Letters):
     stop_tokens = [5]
 
@@ -260,7 +271,7 @@ BAD_VALUES = [  # changes of config.json, what the message says
     ({"rope_parameters": {"rope_type": "default", "rope_theta": -1}}, "rope_theta is -1"),
     *[({"rope_parameters": {"rope_type": kind, "factor": 2.0}}, f"rotary scaling '{kind}' is not supported")
       for kind in ("dynamic", "longrope", "su")],
-    ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}},
      "rotary scaling 'dynamic' is not supported"),
     *[({"rope_parameters": {**LLAMA3, key: None}}, "something in it is empty or not of the type")
       for key in ROPES["llama3"].keys() - {"rope_type"}],
@@ -283,6 +294,7 @@ BAD_VALUES = [  # changes of config.json, what the message says
     ({"use_sliding_window": True}, "use_sliding_window is not supported"),
     ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
      "layer_types other than full_attention is not supported"),
+    ({"transformers_weights": "other.safetensors"}, "transformers_weights is not supported"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
     ({"pretraining_tp": 2}, "pretraining_tp is not supported"),
     ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
@@ -322,6 +334,8 @@ def test_values_and_keys_that_a_configuration_may_not_have_or_lack_are_named(fol
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
 def test_json_files_that_hold_something_else_are_named(name, folder):
+    if name != "config.json":
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     for content, said in ((b"[1, 2]", "holds no json object"), (b"no json", "is no json"), (b"", "is no json"),
                           (b"\xff\xfe\x00", "is no text in UTF-8")):
         (folder / name).write_bytes(content)
@@ -377,20 +391,21 @@ def test_damaged_weights_are_named(sharded, good_folder, folder):
 
 
 def test_an_index_that_is_wrong_is_named(folder):
-    index = folder / "model.safetensors.index.json"
-    names = dict.fromkeys(tensors_of(folder), "model.safetensors")
+    index, tensors, shard = folder / "model.safetensors.index.json", tensors_of(folder), "model-00001.safetensors"
+    (folder / "model.safetensors").rename(folder / shard)
+    names = dict.fromkeys(tensors, shard)
     for content, said in (({}, f"{index}: 'weight_map' is missing"), ({"weight_map": [1]}, f"{index}: something in it"),
                           ({"weight_map": names | {UP: "model-00002.safetensors"}},
                            f"{folder / 'model-00002.safetensors'} cannot be read: No such file"),
                           ({"weight_map": without(names, UP)}, f"tensor {UP} is missing"),
                           ({"weight_map": names | {UP: 7}}, f"{index}: something in it"),
                           ({"weight_map": names | {UP: "."}}, "cannot be read"),
-                          ({"weight_map": names | {"x": "model.safetensors"}}, "tensor x has no place")):
+                          ({"weight_map": names | {"x": shard}}, "tensor x has no place")):
         write(folder, index.name, content)
         refused(lambda: read_model(str(folder), CPU, torch.float32), str(folder), said)
-    write_tensors(folder, without(tensors_of(folder), UP))
+    safetensors.torch.save_file(without(tensors, UP), folder / shard)
     write(folder, index.name, {"weight_map": names})
-    refused(lambda: read_model(str(folder), CPU, torch.float32), f"{folder / 'model.safetensors'} cannot be read", UP)
+    refused(lambda: read_model(str(folder), CPU, torch.float32), f"{folder / shard} cannot be read", UP)
 
 
 def test_an_index_cannot_name_files_outside_of_its_folder(folder, tmp_path):

@@ -13,7 +13,11 @@ from tokenizers import (AddedToken, Regex, Tokenizer as Library, decoders, model
 from nanochat.common import BadInput
 from nanochat.hf import template_worker
 from nanochat.hf.tokenizer import HFTokenizer
+from nanochat.rl.play.play import Play
+from nanochat.rl.records.prompts import Prompt
+from nanochat.rl.verify.prefixes import forced_answer
 from nanochat.tokenizer import Tokenizer
+from tasks.formats import PAPER
 
 TEXT = ["the cat sat on the mat, and the other cat sat there too; 1234567890 5678!\n",
         "<think><step>12 + 3 = 15</step></think>\n\n",
@@ -83,6 +87,13 @@ DEEPSEEK = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ 
 {%- else %}{{ '<｜Assistant｜>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<｜Assistant｜><think>' }}{% endif %}"""  # noqa: E501
 
+ALPACA = """{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content + '\n\n' }}
+{%- elif m.role == 'user' %}{{ '### Instruction:\n' + m.content + '\n\n' }}
+{%- else %}{{ '### Response:\n' + m.content + '\n\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"""
+GLM = """[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>
+{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
 
 def trained(split: str, specials: list[str], words: list[str], **trainer) -> Library:
     """A byte-level BPE of 600 merges or fewer, special tokens after it, then words that are tokens but not special."""
@@ -130,6 +141,7 @@ def llama2() -> Library:
 
 
 CHATML_NAMES = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None}
+GLM_TOKENS = ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 HEADER_NAMES = {"bos_token": "<|begin_of_text|>", "eos_token": {"content": "<|end_of_text|>", "__type": "AddedToken"}}
 KINDS = {  # library tokenizer, tokenizer_config.json, generation_config.json
     "qwen25": (qwen, {**CHATML_NAMES, "chat_template": QWEN25},
@@ -142,6 +154,9 @@ KINDS = {  # library tokenizer, tokenizer_config.json, generation_config.json
                                  ["<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"]),
                  {"bos_token": "<｜begin｜>", "eos_token": "<｜end｜>", "chat_template": DEEPSEEK}, None),
     "base": (llama3, HEADER_NAMES, None),
+    "alpaca": (llama3, {**HEADER_NAMES, "chat_template": ALPACA}, None),  # no token ends an answer
+    "glm": (lambda: trained(QWEN_SPLIT, GLM_TOKENS, []), {"eos_token": "<|endoftext|>", "chat_template": GLM},
+            {"eos_token_id": ["<|endoftext|>", "<|user|>", "<|observation|>"]}),  # the next turn's token does
 }
 
 
@@ -289,6 +304,8 @@ def test_stop_tokens_bos_and_the_end_of_an_answer(loaded):
         "llama2": [["</s>"], "</s>", "<s>", True],
         "deepseek": [["<｜end｜>"], "<｜end｜>", "<｜begin｜>", True],
         "base": [["<|end_of_text|>"], "<|end_of_text|>", "<|begin_of_text|>", False],
+        "alpaca": [["<|end_of_text|>"], "<|end_of_text|>", "<|begin_of_text|>", True],
+        "glm": [["<|endoftext|>", "<|user|>", "<|observation|>"], "<|user|>", None, True],
     }
 
 
@@ -359,7 +376,8 @@ def said(tokenizer, messages) -> list[str]:
 
 @pytest.mark.parametrize("kind, expected", [
     ("qwen25", ["b<|im_end|>", "d<|im_end|>"]), ("llama3", ["b<|eot_id|>", "d<|eot_id|>"]),
-    ("llama2", [" b </s>", " d </s>"]), ("base", ["b<|end_of_text|>", "d<|end_of_text|>"])])
+    ("llama2", [" b </s>", " d </s>"]), ("base", ["b<|end_of_text|>", "d<|end_of_text|>"]),
+    ("glm", ["\nb<|user|>", "\nd<|user|>"])])
 def test_the_mask_is_one_on_what_the_assistant_says_and_its_end(loaded, kind, expected):
     """The template's own words after the prompt are trained too."""
     messages = turns("a", "b", "c", "d", "e", system="s")
@@ -370,6 +388,44 @@ def test_the_mask_is_one_on_what_the_assistant_says_and_its_end(loaded, kind, ex
     assert said(loaded[kind], [*turns("a"), {"role": "assistant", "content": parts}]) == expected[:1]
     thought = "<think>\nb\n</think>\n\nc"
     assert said(loaded["qwen3"], turns("a", thought)) == [f"{thought}<|im_end|>"]
+
+
+@pytest.mark.parametrize("answer, end, expected", [  # of a turn of the template's; what is trained
+    ("{{ m.content }}\n\n", "", "b<|end_of_text|>"), ("{{ m.content | trim }}\n", "", "b<|end_of_text|>"),
+    ("{{ m.content }}\n### End\n", "", "b\n### End\n<|end_of_text|>"),
+    ("{{ m.content }}", "<|start_header_id|>", "b<|end_of_text|>"),  # at which generation does not stop
+    ("{{ m.content }}", "<|eot_id|>", "b<|eot_id|>"), ("{{ m.content }}", " <|eot_id|>", "b <|eot_id|>"),
+    ("{{ m.content }}\n", "<|eot_id|>", "b\n<|eot_id|>"), ("{{ m.content }}", "{{ eos_token }}", "b<|end_of_text|>"),
+    ("{% if messages | length > 2 %}{{ raise_exception('one turn') }}{% endif %}{{ m.content }} ", "",
+     "b<|end_of_text|>")])
+def test_a_last_answer_that_the_template_does_not_end_is_ended_where_sampling_stops(tmp_path, answer, end, expected):
+    """As an answer is that others follow, after which the template writes `end`, or else by eos."""
+    template = (f"{{% for m in messages %}}{{% if m.role == 'user' %}}{{% if not loop.first %}}{end}{{% endif %}}"
+                f"Q: {{{{ m.content }}}}\nA: {{% else %}}{answer}{{% endif %}}{{% endfor %}}")
+    tokenizer = HFTokenizer.load(write(tmp_path, llama3(), {**HEADER_NAMES, "chat_template": template},
+                                       {"eos_token_id": ["<|end_of_text|>", "<|eot_id|>"]}))
+    assert said(tokenizer, turns("a", "b")) == [expected]
+    ids, mask = tokenizer.render_conversation(turns("a", "b"), None)
+    prompt = tokenizer.render_prompt("a")
+    assert ids[: len(prompt)] == prompt and mask == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
+    assert ids[-1] == tokenizer.assistant_end and ids[-1] in tokenizer.stop_tokens
+    if "eo" in end:
+        assert said(tokenizer, turns("a", "b", "c", "d")) == [expected, expected.replace("b", "d")]
+    else:
+        with pytest.raises(BadInput, match="does not end it, when others follow; give one answer at a time|one turn"):
+            tokenizer.render_conversation(turns("a", "b", "c", "d"), None)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "glm", "alpaca"])
+def test_given_completions_end_as_trained_ones_do(loaded, kind):
+    """Not in the first of the tokens that sampling stops at."""
+    tokenizer = loaded[kind]
+    model = SimpleNamespace(config=SimpleNamespace(sequence_len=99))
+    t = SimpleNamespace(tokenizer=tokenizer, roles={"verifier": SimpleNamespace(model=model)}, device="cpu",
+                        draws={"d": SimpleNamespace(role="verifier", max_new_tokens=9)})
+    rollouts = Play.written(t, "verifier", [Prompt([1])], ["b"])
+    assert rollouts.completions() == [[*tokenizer.encode("b"), tokenizer.assistant_end]] and rollouts.texts == ["b"]
+    assert forced_answer(tokenizer, PAPER, "5")[1][-1] == tokenizer.assistant_end
 
 
 def test_wrong_conversations_are_refused_and_templates_that_write_turns_otherwise_later(loaded):

@@ -314,7 +314,7 @@ GOOD = {"split": "rl", "index": 0, "prompt": "P", "solution": "1+1:2;=2"}
     (["--max-new-tokens", "64"], None, ["generator", "context 128", "--max-new-tokens"]),
     (["--solutions", "nowhere.jsonl"], None, ["nowhere.jsonl", "No such file"]),
     (["--solutions", "there.jsonl"], [], ["there.jsonl", "no solutions"]),
-    (["--solutions", "there.jsonl"], [GOOD, "{"], ["--solutions there.jsonl: line 2", "is no json"]),
+    (["--solutions", "there.jsonl"], [GOOD, "{"], ["there.jsonl: line 2: is no json"]),
     (["--solutions", "there.jsonl"], ["[1]"], ["there.jsonl: line 1", "is no json object with split"]),
     (["--solutions", "there.jsonl"], [GOOD | {"index": True}], ["there.jsonl: line 1", "is no json object"]),
     (["--solutions", "there.jsonl"], [GOOD | {"split": "dev"}], ["there.jsonl: line 1", "problem 0 of dev"]),

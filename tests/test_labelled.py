@@ -71,8 +71,8 @@ def test_a_line_that_does_not_fit_is_refused_with_its_number(tmp_path, task, cha
 
 def test_a_file_that_is_none_is_refused(tmp_path, task):
     path = tmp_path / "l.jsonl"
-    for text, words in ((None, "cannot be read"), ("{\n", "line 1: is no json"), ("[1]\n", "line 1: is no json"),
-                        ("\n", "has no solutions")):
+    for text, words in ((None, "l.jsonl: No such file"), ("{\n", "line 1: is no json: "),
+                        ("[1]\n", "line 1: is no json object"), ("\n", "has no solutions")):
         if text:
             path.write_text(text)
         with pytest.raises(BadInput, match=words):

@@ -55,27 +55,28 @@ def test_fewer_examples_are_the_first_of_one_random_order(tmp_path):
 
 
 @pytest.mark.parametrize("name, row, complaint", [
-    ("MMLU", {**MMLU, "answer": 4}, "row 2: answer 4, expected an index from 0 to 3"),
-    ("MMLU", {**MMLU, "choices": ["1", "2", "3"]}, "row 2: 3 choices"),
-    ("MMLU", {**MMLU, "choices": None}, "row 2: something in it is empty"),
-    ("MMLU", {**MMLU, "choices": ["1", "2", "3", ""]}, "row 2: question, letters and choices must be texts"),
-    ("MMLU", {**MMLU, "question": None}, "row 2: question, letters and choices must be texts"),
-    ("ARC-Challenge", {**ARC, "answerKey": "E"}, "row 2: the answer 'E' is none of A, B, C"),
-    ("ARC-Challenge", {**ARC, "choices": {"text": ["a", "b"], "label": ["A"]}}, "row 2: 2 choices and the letters A"),
+    ("MMLU", {**MMLU, "answer": 4}, "line 2: answer 4, expected an index from 0 to 3"),
+    ("MMLU", {**MMLU, "choices": ["1", "2", "3"]}, "line 2: 3 choices"),
+    ("MMLU", {**MMLU, "choices": None}, "line 2: something in it is empty"),
+    ("MMLU", {**MMLU, "choices": ["1", "2", "3", ""]}, "line 2: question, letters and choices must be texts"),
+    ("MMLU", {**MMLU, "question": None}, "line 2: question, letters and choices must be texts"),
+    ("ARC-Challenge", {**ARC, "answerKey": "E"}, "line 2: the answer 'E' is none of A, B, C"),
+    ("ARC-Challenge", {**ARC, "choices": {"text": ["a", "b"], "label": ["A"]}}, "line 2: 2 choices and the letters A"),
     ("ARC-Challenge", {**ARC, "choices": {"text": ["a", "b"], "label": ["A", "A"]}},
-     "row 2: 2 choices and the letters A, A"),
+     "line 2: 2 choices and the letters A, A"),
 ])
 def test_a_malformed_row_is_bad_input_with_its_number(tmp_path, name, row, complaint):
     path = write(tmp_path / "rows.jsonl", [MMLU if name == "MMLU" else ARC, row])
     with pytest.raises(BadInput, match=complaint) as error:
         load_choices(name, path)
-    assert str(error.value).startswith(f"{name}, {path}: ") and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"{path}: line 2: ") and "\n" not in str(error.value)
 
 
 def test_files_and_names_that_cannot_be_used_are_bad_input(tmp_path):
     with pytest.raises(BadInput, match="MMLU, nowhere.jsonl: no such file"):
         load_choices("MMLU", "nowhere.jsonl")
-    for rows, complaint in (([{"question": "What?"}], "has no column 'choices', only question"), ([], "is empty"),
-                            ([{**ARC, "choices": {"text": ["a", "b"]}}], "row 1: 'label' is missing")):
+    for rows, complaint in (([{"question": "What?"}], "line 1: has no column 'choices', only question"),
+                            ([], "is empty"),
+                            ([{**ARC, "choices": {"text": ["a", "b"]}}], "line 1: 'label' is missing")):
         with pytest.raises(BadInput, match=f"rows.jsonl: {complaint}"):
             load_choices("ARC-Easy", write(tmp_path / "rows.jsonl", rows))

@@ -11,7 +11,7 @@ import re
 
 import torch
 
-from nanochat.common import BadInput, CannotWrite, dtype_name, one_line
+from nanochat.common import BadInput, CannotWrite, dtype_name, one_line, print0
 from nanochat.hf.decoder import ROPE, Decoder, DecoderConfig
 from nanochat.storage.files import check_writable, look_for_hub, read_json, reading, whole_folder, write_json
 from nanochat.weights import allocate
@@ -54,9 +54,15 @@ def value_of(given: dict, key: str, kind: type, default=None):
     return value
 
 
+def rope_parameters(given: dict) -> dict:
+    """What a config.json says of rotary positions, as transformers 5 calls it, or 4: where both are there, that of 4
+    counts alone, in transformers too."""
+    return given.get("rope_scaling") or given.get("rope_parameters") or {}
+
+
 def rope_of(given: dict) -> tuple[float, dict | None]:
-    """rope_theta and the scaling of a config.json, of transformers 4 (rope_scaling) or 5 (rope_parameters)."""
-    parameters = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
+    """rope_theta and the scaling of a config.json."""
+    parameters = dict(rope_parameters(given))
     theta = parameters.pop("rope_theta", None) or given.get("rope_theta")
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
     kind = parameters["rope_type"]
@@ -71,13 +77,14 @@ def rope_of(given: dict) -> tuple[float, dict | None]:
 
 
 def refuse_unsupported(given: dict) -> None:
-    """Raises ValueError for options that change the mathematics and are not there."""
-    scaling = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    """Raises ValueError for options that change what is computed and are not there."""
     found = [given.get("hidden_act", "silu") != "silu" and f"hidden_act {given.get('hidden_act')!r}",
              given.get("use_sliding_window") and "use_sliding_window",
              set(given.get("layer_types") or ()) - {"full_attention"} and "layer_types other than full_attention",
              given.get("quantization_config") and "quantization_config",
-             any(x.get("partial_rotary_factor") not in (None, 1) for x in (given, scaling)) and "partial_rotary_factor",
+             any(x.get("partial_rotary_factor") not in (None, 1)
+                 for x in (given, rope_parameters(given))) and "partial_rotary_factor",
+             given.get("transformers_weights") and "transformers_weights",  # weights of another file
              given.get("pretraining_tp") not in (None, 1) and "pretraining_tp"]
     for what in filter(None, found):
         raise ValueError(f"{what} is not supported")
@@ -135,17 +142,20 @@ def written_config(config: DecoderConfig, dtype: torch.dtype, token_ids: dict) -
 
 
 def weight_files(folder: str) -> dict[str, str]:
-    """tensor name -> the safetensors file that holds it. Raises BadInput."""
+    """tensor name -> the safetensors file that holds it: where there is a single file, an index of shards beside it is
+    of another model, and does not count, in transformers too. Raises BadInput."""
     index, path = (os.path.join(folder, f"model.safetensors{end}") for end in (".index.json", ""))
-    if os.path.exists(index):
-        with reading(index):
-            return {name: os.path.join(folder, os.path.basename(file))  # none outside of the folder
-                    for name, file in read_json(index)["weight_map"].items()}
-    if not os.path.exists(path):
+    if os.path.exists(path):
+        if os.path.exists(index):
+            print0(f"WARNING: {path} is read, not the shards of {index}; remove those that are not wanted")
+        with opened(path) as f:
+            return dict.fromkeys(f.keys(), path)
+    if not os.path.exists(index):
         raise BadInput(f"{folder} has neither model.safetensors nor model.safetensors.index.json "
                        f"(only safetensors are read)")
-    with opened(path) as f:
-        return dict.fromkeys(f.keys(), path)
+    with reading(index):
+        return {name: os.path.join(folder, os.path.basename(file))  # none outside of the folder
+                for name, file in read_json(index)["weight_map"].items()}
 
 
 def check_tensors(folder: str, config: DecoderConfig, files: dict[str, str]) -> None:

@@ -5,6 +5,7 @@ Text of a message never becomes a control token, whatever it holds. Inside, the 
 what the chat template itself writes is given these names before encoding, so "<|im_end|>" in a message is text like any
 other.
 """
+import contextlib
 import json
 import os
 import re
@@ -173,7 +174,7 @@ class HFTokenizer:
         self.template = ChatTemplate(template, path(where), variables)
         with reading(path("tokenizer.json")):
             self._set_controls({self.tokens[self.eos], named.get("bos_token")}, special)
-        self.assistant_end = self._find_assistant_end()
+        self._set_end(eos_ids)
         self.stop_tokens = list(dict.fromkeys([*eos_ids, self.eos, self.assistant_end]))
 
     @classmethod
@@ -222,11 +223,25 @@ class HFTokenizer:
             text = self.template.render(turns[:1], True)
         return text[: text.rfind(PROBE)]
 
-    def _find_assistant_end(self) -> int:
-        """The control token after what an assistant says, or eos where the template has none."""
-        text = self._render([{"role": role, "content": PROBE} for role in ("user", "assistant")], False)
-        after = self._inner_name.match(text[text.rfind(PROBE) + len(PROBE):].lstrip())
-        return self._inner_ids[after[0]] if PROBE in text and after else self.eos
+    def _set_end(self, eos_ids: list[int]) -> None:
+        """Finds the token that ends what an assistant says: the control token after it, or where the template has none
+        the next turn's first, if it is one of eos_ids, at which generation stops, else eos. _tail is what stands after
+        an answer without one, and _ending what should."""
+        answered = [{"role": role, "content": PROBE} for role in ("user", "assistant")]
+        mark, followed = re.compile(rf"\s*({self._inner_name.pattern})"), ""
+        alone = self._after_probe(answered)
+        with contextlib.suppress(BadInput):  # a template for one turn
+            followed = self._after_probe([*answered, {"role": "user", "content": "?"}])
+        own, following = mark.match(alone), mark.match(followed)
+        found = own or (following if following and self._inner_ids[following[1]] in eos_ids else None)
+        self.assistant_end = self._inner_ids[found[1]] if found else self.eos
+        self._tail = alone if alone.isspace() else ""
+        self._ending = found[0] if found else self._inner[self.tokens[self.eos]]
+
+    def _after_probe(self, messages: list[dict]) -> str:
+        """What the template writes after the last message of PROBE, "" where it does not show that."""
+        _, found, after = self._render(messages, False).rpartition(PROBE)
+        return after if found else ""
 
     def equals(self, other) -> bool:
         """Whether both give every text the same ids. Chat templates may differ."""
@@ -292,33 +307,37 @@ class HFTokenizer:
 
     def render_conversation(self, messages: list[dict], context: int | None) -> tuple[list[int], list[int]]:
         """Token ids of a conversation and the loss mask: 1 on what the assistant says and its end token, 0 on a token
-        that the prompt has a part of. messages: {"role": "system"|"user"|"assistant", "content": str} (an assistant's
-        also parts {"type": "text", "text": str}), turns alternating from the user's. Raises ValueError for a wrong
-        order; BadInput for a conversation longer than `context` (it never cuts), for one that the template refuses, and
-        where the template writes turns otherwise when others follow: what is trained would not be what is sampled."""
+        that the prompt has a part of. A last answer that the template does not end gets an end token. messages:
+        {"role": "system"|"user"|"assistant", "content": str} (an assistant's also parts {"type": "text", "text": str}),
+        turns alternating from the user's. Raises ValueError for a wrong order; BadInput for a conversation longer than
+        `context` (it never cuts), for one that the template refuses, and where the template writes turns otherwise, or
+        does not end them, when others follow: what is trained would not be what is sampled."""
         messages = plain_messages(messages)
-        text = self._render(messages, False)
+        answers = {i: self._answer(messages[: i + 1]) for i, m in enumerate(messages) if m["role"] == "assistant"}
+        last = len(messages) - 1
+        text = answers[last][0] if last in answers else self._render(messages, False)
+        for i, (turn, _, end) in answers.items():
+            if not text.startswith(turn[:end]):
+                raise BadInput(f"{self.template.path}: the chat template rewrites message {i} or an earlier one, or "
+                               f"does not end it, when others follow; give one answer at a time")
         encoding = self._encode_rendered(text)
         if context is not None and len(encoding.ids) > context:
             raise BadInput(f"conversation has {len(encoding.ids)} tokens, the context {context}")
-        said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        bounds = list(chain.from_iterable(self._span(messages, i, text) for i in said))
+        bounds = [bound for _, *span in answers.values() for bound in span]
         return encoding.ids, [bisect_right(bounds, start) % 2 for start, _ in encoding.offsets]
 
-    def _span(self, messages: list[dict], i: int, text: str) -> tuple[int, int]:
-        """Where in the rendered `text` message i, an assistant's, begins and ends, its end token included. Raises
-        BadInput for a template that rewrites."""
-        prompt, turn = self._render(messages[:i], True), self._render(messages[: i + 1], False)
-        ends = [match.end() for match in self._inner_name.finditer(turn, len(prompt))
-                if self._inner_ids[match[0]] == self.assistant_end]
-        end = ends[0] if ends else len(turn)
-        if not turn.startswith(prompt):
-            raise BadInput(f"{self.template.path}: the chat template begins the answer, message {i}, "
+    def _answer(self, messages: list[dict]) -> tuple[str, int, int]:
+        """A rendered conversation whose last message is an assistant's, with an end token; where that message begins,
+        and where its end token ends. Raises BadInput for a template that begins it otherwise than it asks for one."""
+        prompt, text = self._render(messages[:-1], True), self._render(messages, False)
+        if not text.startswith(prompt):
+            raise BadInput(f"{self.template.path}: the chat template begins the answer, message {len(messages) - 1}, "
                            f"otherwise than when it asks for one")
-        if not text.startswith(turn[:end]):
-            raise BadInput(f"{self.template.path}: the chat template rewrites message {i} or an earlier one "
-                           f"when others follow; give one answer at a time")
-        return len(prompt), end
+        ends = [match.end() for match in self._inner_name.finditer(text, len(prompt))
+                if self._inner_ids[match[0]] == self.assistant_end]
+        if not ends:
+            text = text.removesuffix(self._tail) + self._ending
+        return text, len(prompt), ends[0] if ends else len(text)
 
     def _render(self, messages: list[dict], generate: bool) -> str:
         """The rendered conversation, with the inner names of those control tokens that the template wrote."""

@@ -12,9 +12,11 @@ import socket
 import tempfile
 import urllib.parse
 import urllib.request
+from collections.abc import Callable, Iterator
 
 from nanochat.common import BadInput, CannotWrite, one_line, print0
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs begin a text in UTF-8 with it
 PARTIAL = ".partial"  # ends the name of a folder that is being written
 HUB_SECONDS = 5.0  # until a hub that does not answer is taken for not there
 STAGE_FOLDERS = {"base": "base_checkpoints", "sft": "chatsft_checkpoints", "rl": "chatrl_checkpoints"}
@@ -135,7 +137,8 @@ def reading(where: str):
     except UnicodeDecodeError:
         raise BadInput(f"{where}: is no text in UTF-8") from None
     except json.JSONDecodeError as error:
-        raise BadInput(f"{where}: is no json: {error}") from None
+        line = f"line {error.lineno} " * (error.lineno > 1)  # of one line, `where` says which
+        raise BadInput(f"{where}: is no json: {error.msg}: {line}column {error.colno}") from None
     except (AttributeError, TypeError):
         raise BadInput(f"{where}: something in it is empty or not of the type it should have") from None
     except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:
@@ -155,6 +158,19 @@ def read_json(path: str) -> dict:
         if not isinstance(content, dict):
             raise ValueError("holds no json object")
     return content
+
+
+def json_lines(path: str, parse_float: Callable = float) -> Iterator[tuple[str, object]]:
+    """The values of a file of json lines, each after its place, "FILE: line 3". A byte-order mark and blank lines hold
+    none. Raises BadInput, which begins with the place."""
+    with reading(path), open(path, "rb") as f:
+        for number, line in enumerate(f, 1):
+            line = (line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line).strip()
+            place = f"{path}: line {number}"
+            if line:
+                with reading(place):
+                    value = json.loads(line.decode(), parse_float=parse_float)
+                yield place, value
 
 
 def read_records(path: str) -> list[tuple[str, dict]]:
@@ -207,7 +223,7 @@ def check_data_file(path: str) -> None:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
     if not begin.strip():
         raise BadInput(f"{path}: is empty")
-    text = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
+    text = begin.removeprefix(BYTE_ORDER_MARK).lstrip()
     if path.endswith((".json", ".jsonl")) and text[:1] not in (b"{", b"["):
         raise BadInput(f"{path}: is no json of rows: it begins with {text[:20]!r}")
 

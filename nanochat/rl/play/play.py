@@ -213,7 +213,7 @@ class Play:
     def written(self, role: str, prompts: list[Prompt], completions: list[str] | list[list[int]]) -> Rollouts:
         """Given completions as rollouts of a role, one for each prompt. Text is encoded as ordinary text and ended;
         token ids stand as they are. Raises BadInput for one that does not fit the role's context."""
-        end, context = self.tokenizer.stop_tokens[0], self.roles[role].model.config.sequence_len
+        end, context = self.tokenizer.assistant_end, self.roles[role].model.config.sequence_len
         rows = [[*self.tokenizer.encode(c), end] if isinstance(c, str) else c for c in completions]
         for prompt, row in zip(prompts, rows, strict=True):
             if len(prompt.ids) + len(row) > context:

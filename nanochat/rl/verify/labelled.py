@@ -10,7 +10,6 @@ kinds any finite one. method, where it is there, says by which of step_labels.ME
 Solutions that are yet to be labelled need the first four alone.
 """
 import functools
-import json
 import sys
 import zlib
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import count_copies, longest_problem, solve_prompt
 from nanochat.rl.records.rollouts import Rollouts, grouped
 from nanochat.rl.verify.comparing import one_right
-from nanochat.storage.files import path_of
+from nanochat.storage.files import json_lines, path_of
 from tasks.common import SPLIT_BUCKETS, Problem, check_problem, nth_of_epochs
 
 OF_SOLUTION = {"split": (str,), "index": (int,), "prompt": (str,), "solution": (str,)}
@@ -48,26 +47,20 @@ class Labelled:
 def solution_rows(flag: str, path: str, task, fields: dict[str, tuple] = OF_SOLUTION) -> Iterator[tuple[str, dict]]:
     """The lines of a file of solutions: where each stands, for complaints about it, and its fields, with the `problem`.
     Raises BadInput for the first that is none of the task's, and for a file without any."""
-    where = f"{flag} {path}"
-    try:
-        with open(path, encoding="utf-8") as f:
-            for number, line in enumerate(f, 1):
-                if line.strip():
-                    where = f"{flag} {path}: line {number}"
-                    yield where, read_line(where, line, task, fields)
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{flag} {path}: cannot be read: {error}") from None
-    if where == f"{flag} {path}":
-        raise BadInput(f"{where}: has no solutions")
+    place = ""
+    for place, row in json_lines(path):
+        where = f"{flag} {place}"
+        yield where, solution_of(where, row, task, fields)
+    if not place:
+        raise BadInput(f"{flag} {path}: has no solutions")
 
 
-def read_line(where: str, line: str, task, fields: dict[str, tuple]) -> dict:
-    """One line of such a file. Raises BadInput, which begins with `where`."""
+def solution_of(where: str, row: dict, task, fields: dict[str, tuple]) -> dict:
+    """The fields of one line of such a file. Raises BadInput, which begins with `where`."""
     try:
-        row = json.loads(line)
         "".join(row[name] for name, kinds in fields.items() if kinds == (str,)).encode()  # not half a surrogate pair
         is_whole = all(type(row[name]) in kinds for name, kinds in fields.items())
-    except (KeyError, RecursionError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):
         is_whole = False
     if not is_whole:
         raise BadInput(f"{where}: is no json object with {', '.join(fields)} as label_steps writes them")
@@ -143,8 +136,7 @@ def check_outcomes(args, task) -> None:
 @functools.lru_cache(maxsize=4)
 def longest_labelled(path: str) -> tuple[int, str]:
     """Tokens of the longest solution of a checked file, with its end token, and the remedy for too many."""
-    with open(path, encoding="utf-8") as f:
-        rows = [json.loads(line) for line in f if line.strip()]
+    rows = [row for _, row in json_lines(path)]
     owners = {row["solution"]: f"problem {row['index']} of {row['split']}" for row in rows}
     tokenizer = load_tokenizer(path_of("tokenizer"))
     longest = longest_problem(tokenizer, list(owners))

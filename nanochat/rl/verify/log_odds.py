@@ -65,7 +65,7 @@ def after_steps(rollouts: Rollouts, solutions: list[Solution]) -> list[list[int]
 def ended(t: Play, role: str, prompts: list[Prompt], solutions: Rollouts) -> Rollouts:
     """The same solutions as completions of a role after these prompts, one for each, with an end token where they were
     cut: so there is a place after every step and at the end."""
-    end = t.tokenizer.stop_tokens[0]
+    end = t.tokenizer.assistant_end
     rows = zip(solutions.completions(), solutions.stopped.tolist(), strict=True)
     return t.written(role, prompts, [row if stopped else [*row, end] for row, stopped in rows]).with_prompts(prompts)
 

@@ -103,7 +103,7 @@ def forced_answer(tokenizer, fmt, answer: str) -> tuple[list[int], list[int]]:
     """Token ids of what opens an answer after any step, and of the answer with what closes and ends it. The opening is
     given and the rest is scored, so that what counts is which answer comes, not whether one is due."""
     return (tokenizer.encode(fmt.think_close + fmt.answer_open),
-            [*tokenizer.encode(answer + fmt.answer_close), tokenizer.stop_tokens[0]])
+            [*tokenizer.encode(answer + fmt.answer_close), tokenizer.assistant_end])
 
 
 def forced_after(tokenizer, fmt, cut: Cut, k: int) -> tuple[list[int], list[int]]:
