@@ -87,7 +87,7 @@ def solve(args, task, split: str, model, sampler, device) -> list[list]:
         labels = [labels_of(task, problem, s.text) for s in mine]
         all_right = (sum(r and bool(steps) and all(steps) for r, steps in zip(right, labels, strict=True))
                      if has_labels else None)
-        answers = answers_of(task, [s.text for s in mine])
+        answers = answers_of(task, [s.text for s in mine], n)
         vote = majority(answers)
         part = task.part(problem) if hasattr(task, "part") else task
         rows.append([part.name, sum(right), all_right, vote is not None and right[answers.index(vote)],

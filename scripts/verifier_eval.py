@@ -301,7 +301,7 @@ def verified_solutions(args, task, generator, verifier, sampler, device) -> list
     rows: dict[int, dict] = {}
     verifications = verify_fitting(args, problems, solutions, verifier, sampler, ("best_of_n", "verify"))
     texts = [solution.text for solution in solutions]
-    outcomes, answers = outcomes_of(task, problems, texts), answers_of(task, texts)
+    outcomes, answers = outcomes_of(task, problems, texts), answers_of(task, texts, n)
     for problem, solution, length, outcome, answer, (said, said_lengths) in zip(
             problems, solutions, solved.lengths.tolist(), outcomes, answers, verifications, strict=True):
         num_steps = len(solution.step_ends)

@@ -131,6 +131,12 @@ def tidy(text: str) -> str:
     return text.strip().rstrip(".,;:")
 
 
+def stands_in(text: str, answer: str) -> bool:
+    """Whether an answer is a part of a text, whatever the spaces: not "2" of "12" or "2.5"."""
+    text, answer = (re.sub(r"\s|\\(?:left|right)(?![A-Za-z])", "", one) for one in (text, answer.strip(" $.")))
+    return answer != "" and re.search(rf"(?<![\w.\\]){re.escape(answer)}(?!\w|[.,]\d)", text) is not None
+
+
 def unspaced(text: str) -> str:
     """The text but for spaces at its ends and commas, so that 70,110 may be two angles where a gold has them so."""
     return re.sub(r" *, *", ",", text.strip())

@@ -10,9 +10,9 @@ import zlib
 from dataclasses import dataclass
 
 from nanochat.common import BadInput
-from tasks.answers import MAX_ANSWER, OPENED_BOX, boxed, extracted, last_number, plain_number, tidy
+from tasks.answers import MAX_ANSWER, OPENED_BOX, boxed, extracted, last_number, plain_number, stands_in, tidy
 from tasks.formats import Format
-from tasks.grading import grade
+from tasks.grading import grade, said_alike
 
 # Problems are dealt to the splits by a hash of their text: sft, rl and the two test splits have no text in common.
 SPLIT_BUCKETS = {"sft": range(0, 4), "rl": range(4, 9), "test_in": range(9, 10), "test_out": range(9, 10)}
@@ -90,11 +90,14 @@ def nth_of_epochs(items: list, seed: int, split: str, index: int):
 
 
 def answering_part(fmt: Format, solution: str) -> str:
-    """The part of a solution whose answer counts, for tasks.grading; "" where none does. Where the format's answer tag
+    """The part of a solution whose answer counts, for tasks.grading; "" where none does: a thought is still open, as a
+    completion cut at its limit leaves it, or nothing is answered after it. Where the format's answer tag
     is there, only what stands in it counts (its last box, or all of it where it has none), and it must be the end of
     the text: "..<answer>\\boxed{18}</answer>" and "..<answer>18</answer>" answer 18, "..<answer>\\boxed{18}</answer> or
     19" nothing. A text without the tag, as pretrained models write it, is read as it is: its last box, else what
     follows "####"."""
+    if solution.rfind("<think>") > solution.rfind("</think>"):
+        return ""
     opening, closing = fmt.answer_open.removesuffix(BOX), fmt.answer_close.removeprefix("}")
     _, found, tail = solution.partition(opening)
     if not found:
@@ -137,6 +140,17 @@ class GradedSet:
     def read_answer(self, solution: str) -> str | None:
         """What a solution answers; None where nothing can be read."""
         return read_answer(self.fmt, solution)
+
+    def same_answer(self, first: str, second: str) -> bool:
+        """Whether two answers, as `read_answer` gives them, are equal as mathematics, whichever is the gold one."""
+        return first == second or all(boxed(box := f"{BOX}{answer}}}") == answer and grade(completion=box, gold=gold)
+                                      for answer, gold in ((first, second), (second, first)))
+
+    def is_copied(self, problem: Problem, solution: str) -> bool:
+        """Whether a solution's answer stands in the problem as it is and says it otherwise than the gold one: of
+        "Simplify 2^3" 2^3 is equal to the gold 8."""
+        answer = self.read_answer(solution)
+        return answer is not None and stands_in(problem.prompt, answer) and not said_alike(problem.answer, answer)
 
     def step_labels(self, problem: Problem, solution: str) -> list[bool]:
         """None are known."""

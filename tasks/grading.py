@@ -215,6 +215,11 @@ def grade(*, completion: str, gold: str, extract: tuple[str, ...] = ("boxed", "h
     return False if False in verdicts else None if None in verdicts else True
 
 
+def said_alike(gold: str, answer: str) -> bool:
+    """Whether an answer is the gold's text, but for spelling, name, unit and label."""
+    return read(gold).body == read(answer).body or read(gold).words == spelled(answer)
+
+
 ORDINARY = re.compile(r"(?:\\frac(?=\{[^{}]+(?:\{[^{}]+\}[^{}]*)*\}\{[^{}])|\\sqrt(?=\{[^{}])"
                       r"|\\(?:pi|infty|cup|circ|pm|sin|cos|tan|cot|theta|le)(?![A-Za-z])"
                       r"|\\(?:begin|end)\{pmatrix\}|\\[\\{}]"

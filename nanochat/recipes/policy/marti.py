@@ -29,7 +29,6 @@ from nanochat.rl.measure.evals import SPLITS, are_right, pass_at_1
 from nanochat.rl.measure.observe import gathered_verdict_scores, log_rewards
 from nanochat.rl.measure.scores import majority, share_of
 from nanochat.rl.play.play import Draw, Play, Update
-from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.prompts import empty_verifier_prompt, refine_prompt
 from nanochat.rl.records.rollouts import Rollouts
 from tasks.common import Problem
@@ -154,7 +153,7 @@ def evaluate(t: Play) -> dict:
     scores = pass_at_1(t, "generator") if team > 1 else {}  # the first answer of a chain is that
     for split, name in SPLITS.items():
         turns = GRAPHS[t.args.graph](t, t.problems(t.args.eval_examples, split), team, greedy=team == 1)
-        answers, final, voted = answers_of(t.task, turns[-1].rollouts.texts), turns[-1].rewards, []
+        answers, final, voted = t.answers(turns[-1].rollouts, team), turns[-1].rewards, []
         for i in range(0, len(final), team):
             vote = majority(answers[i: i + team])
             voted.append(False if vote is None else final[answers.index(vote, i)])

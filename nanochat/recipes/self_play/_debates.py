@@ -36,7 +36,7 @@ def positions_of(t: Play, problems: list[Problem], label: str) -> list[Position]
     """The right answer, and the start's most frequent wrong one, of the problems to which it gives a wrong one."""
     K, found = t.args.num_distractors, []
     solutions = t.solve(label, problems, K, role="opponent")
-    rows = list(zip(answers_of(t.task, solutions.texts), t.check(solutions), strict=True))
+    rows = list(zip(t.answers(solutions, K), t.check(solutions), strict=True))
     for i, problem in enumerate(problems):
         wrong = majority([answer if outcome is False else None for answer, outcome in rows[i * K: (i + 1) * K]])
         if wrong is not None:

@@ -34,7 +34,7 @@ from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import scores_of_pair
 from nanochat.rl.measure.observe import gathered_verdict_scores, log_rewards, verification_columns
 from nanochat.rl.play.play import Draw, Play, Update
-from nanochat.rl.records.outcomes import answers_of
+from nanochat.rl.records.outcomes import are_equal
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt, refine_prompt
 from nanochat.rl.records.rollouts import Rollouts
 
@@ -148,9 +148,10 @@ def second_attempts(t: Play, first: Rollouts, verifications: Rollouts) -> tuple[
     """A group of second attempts after each of these solutions and its verification, rewarded by the label."""
     R = t.args.refinements
     second = t.refine("refinements", first, verifications.texts, R)
-    answers, outcomes = answers_of(t.task, second.texts), t.check(second)
+    answers, outcomes = t.answers(second), t.check(second)
     labels = [label for label in first.columns["pseudo_label"] for _ in range(R)]
-    rewards = with_form(answers, [a is not None and a == label for a, label in zip(answers, labels, strict=True)])
+    agree = [a is not None and are_equal(t.task, label, a) for a, label in zip(answers, labels, strict=True)]
+    rewards = with_form(answers, agree)
     second.columns = {"outcome": [o for o in first.columns["outcome"] for _ in range(R)], "second_outcome": outcomes,
                       "answer": answers, "pseudo_label": labels, "reward": rewards}
     t.log("generator", t.mean({"second/accuracy": outcomes, "second/reward": rewards}))

@@ -24,7 +24,6 @@ from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.play.proposals import Proposals, check, log_proposals, propose, propose_prompt  # noqa: F401
-from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt
 
 STATUS = "runs: its text-only core; the filter keeps better keys, and its gain of 6.0 ± 15.5 is not shown"
@@ -58,7 +57,7 @@ def play(t: Play):
     proposals = propose(t, "proposer", t.problems(), 1, "propose")
     problems = [problem for problem in proposals.problems if problem]
     keys = t.solve("keys", problems)
-    answers = answers_of(t.task, keys.texts)
+    answers = t.answers(keys)
     scores = [rubric_score(v) for v in t.read_verifications(t.verify("verdicts", keys))]
     passed = [answer is not None and score >= t.args.min_score for answer, score in zip(answers, scores, strict=True)]
     learned = [replace(problem, answer=answer)

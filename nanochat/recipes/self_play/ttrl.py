@@ -25,7 +25,6 @@ from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.measure.scores import majority
 from nanochat.rl.play.play import Draw, Play, Update
-from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.rollouts import Rollouts
 
 STATUS = ("works: sampled pass@1 rises by 8.2 ± 5.6 where the majority is right, while greedy falls by 16.0 ± 5.5; it "
@@ -72,7 +71,7 @@ def cast_votes(t: Play) -> tuple[Rollouts, list[str | None]]:
     """The votes of each problem, with what they say and earn as columns, and the problems' labels. They are logged."""
     N = votes_per_problem(t.args)
     votes = t.solve("votes", t.problems(), N)                        # y_1 ... y_N
-    answers = answers_of(t.task, votes.texts)
+    answers = t.answers(votes, N)
     labels = pseudo_labels(answers, N)                                            # y*
     votes.columns = {"outcome": t.check(votes), "answer": answers,
                      "majority_reward": majority_rewards(answers, labels),        # R(y_i, y*)

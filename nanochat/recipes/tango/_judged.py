@@ -9,7 +9,7 @@ from nanochat.rl.credit.advantages import SparseRewards
 from nanochat.rl.credit.rewards import VerdictSkill, VerdictTrust, step_rewards, terminal_rewards
 from nanochat.rl.measure.observe import verification_columns
 from nanochat.rl.play.play import Draw, Play
-from nanochat.rl.records.outcomes import answers_of, labels_of
+from nanochat.rl.records.outcomes import labels_of
 from nanochat.rl.records.prompts import Prompt, Verification, empty_verifier_prompt, verify_prompts
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.judges import JUDGES, Judgment
@@ -94,7 +94,7 @@ def posterior(t: Play, solutions: Rollouts, verdicts: list[list[bool] | None]) -
     a wrong solution of which nothing is blamed every step is doubted. Blame in a right one counts for less. A solution
     without an answer may lack steps and have no wrong one, so nothing is learned from it of verdicts; its own steps
     earn what those of a wrong answer do, or leaving the answer out would pay."""
-    outcomes, answers = solutions.columns["outcome"], answers_of(t.task, solutions.texts)
+    outcomes, answers = solutions.columns["outcome"], t.answers(solutions)
     told = [None if answer is None else outcome for outcome, answer in zip(outcomes, answers, strict=True)]
     trust = VerdictTrust(**t.memory.get("trust", {}))
     trust.observe(verdicts, told, summed_by(t))

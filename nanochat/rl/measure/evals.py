@@ -12,7 +12,7 @@ from nanochat.rl.learn.roles import short_name
 from nanochat.rl.measure.observe import gathered_verdict_scores, verification_columns
 from nanochat.rl.measure.scores import majority, pass_at_k, share_of
 from nanochat.rl.play.play import Play
-from nanochat.rl.records.outcomes import answers_of, has_numbers, lenient_outcomes
+from nanochat.rl.records.outcomes import has_numbers, lenient_outcomes
 from nanochat.rl.records.rollouts import padded
 
 SPLITS = {"test_in": "in", "test_out": "out"}  # a finite task may have no test_out
@@ -52,6 +52,11 @@ def pass_at_1(t: Play, role: str = "generator", tool: Callable[[], Tool | None] 
         solutions.columns["outcome"] = outcomes = t.check(solutions)
         right = are_right(t.gather(outcomes), split)
         scores[f"{short_name(role)}/pass1_{name}"] = share_of(right)
+        lost = [reason is not None for reason in t.gather(solutions.columns["uncounted"])]
+        scores[f"{short_name(role)}/uncounted_{name}"] = share_of(lost)
+        if any(lost):
+            print0(f"{sum(lost)} of {len(lost)} solutions of {split} are right, but cut or copied from the problem, and "
+                   f"count as wrong")
         if has_numbers(t.task):
             lenient = t.gather(lenient_outcomes(t.task, solutions.problems(), solutions.texts))
             scores[f"{short_name(role)}/pass1_lenient_{name}"] = share_of(lenient)
@@ -100,10 +105,9 @@ def sampled_scores(t: Play, role: str, num_problems: int) -> dict:
     """pass@1, pass@k, maj@k over k sampled solutions, and how many groups carry no signal: the health of RL's start."""
     k = t.args.num_samples
     rollouts = t.solve("health", t.problems(min(num_problems, t.args.eval_examples), "test_in"), k, role=role)
-    outcomes, stopped, rows = t.check(rollouts), rollouts.stopped.tolist(), []
+    outcomes, said, stopped, rows = t.check(rollouts), t.answers(rollouts, k), rollouts.stopped.tolist(), []
     for i in range(0, len(outcomes), k):
-        answers = answers_of(t.task, rollouts.texts[i: i + k])
-        vote = majority(answers)
+        vote = majority(answers := said[i: i + k])
         rows.append([outcomes[i: i + k], None if vote is None else answers.index(vote), sum(stopped[i: i + k])])
     rows = t.gather(rows)
     n, right = len(rows), are_right([outcome for row, _, _ in rows for outcome in row], "test_in")

@@ -49,7 +49,9 @@ def log_rewards(t: Play, role: str, rollouts: Rollouts, rewards: list[float | No
         "reward": rewards, "reward_std": [pstdev(g) for g in groups.values() if g],
         "frac_reward_zero_std": [len(set(g)) < 2 for g in groups.values()],
         "completions/mean_length": rollouts.lengths.tolist(),
-        "completions/clipped_ratio": (~rollouts.stopped).tolist()}))
+        "completions/clipped_ratio": (~rollouts.stopped).tolist(),
+        **{f"uncounted/{reason}": [found == reason for found in rollouts.columns["uncounted"]]
+           for reason in ("cut", "copied") if "uncounted" in rollouts.columns}}))
 
 
 def log_variances(t: Play, role: str, rollouts: Rollouts, sources: dict[str, SparseRewards]) -> None:

@@ -21,7 +21,7 @@ from nanochat.rl.learn.roles import Role, short_name
 from nanochat.rl.learn.state import RunState
 from nanochat.rl.learn.trainer import score
 from nanochat.rl.play.sampling import Sampler, read_solutions, read_verifications
-from nanochat.rl.records.outcomes import num_problems_of, outcomes_of, scores_of
+from nanochat.rl.records.outcomes import answers_of, num_problems_of, outcomes_of, scores_of, uncounted
 from nanochat.rl.records.prompts import (LOWER_LIMITS, Prompt, Solution, Verification, empty_verifier_prompt,
                                          generator_prompt, numbered, quoting_prompt, refine_prompt, solve_prompt,
                                          verify_prompts)
@@ -252,8 +252,18 @@ class Play:
     # Reading
 
     def check(self, rollouts: Rollouts) -> list[bool | None]:
-        """The outcome of each solution by the task's gold check; None where it cannot be scored."""
-        return self.check_texts(rollouts.problems(), rollouts.texts)
+        """The outcome of each solution by the task's gold check; None where it cannot be scored. A right answer that is
+        `uncounted` is False, and the reason becomes a column."""
+        problems, texts = rollouts.problems(), rollouts.texts
+        outcomes = self.check_texts(problems, texts)
+        reasons = uncounted(self.task, problems, texts, outcomes, rollouts.stopped.tolist(), self.args.count_copies)
+        rollouts.columns["uncounted"] = reasons
+        return [False if reason else outcome for outcome, reason in zip(outcomes, reasons, strict=True)]
+
+    def answers(self, rollouts: Rollouts, group: int = 1) -> list[str | None]:
+        """What solutions answer, None where nothing can be read or the completion did not end; see `answers_of`."""
+        answers = answers_of(self.task, rollouts.texts, group)
+        return [answer if ended else None for answer, ended in zip(answers, rollouts.stopped.tolist(), strict=True)]
 
     def check_texts(self, problems: list[Problem], texts: list[str]) -> list[bool | None]:
         """The same of given texts, one for each problem."""

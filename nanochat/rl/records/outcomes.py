@@ -4,6 +4,8 @@ What a task says: its problems, the outcome, score, answer and step labels of so
 import contextlib
 import random
 import zlib
+from functools import partial
+from itertools import chain
 
 from nanochat.common import BadInput, in_threads
 from tasks.common import SPLIT_BUCKETS, check_problem, demo_of, is_last_number
@@ -66,6 +68,16 @@ def outcomes_of(task, problems: list, texts: list[str], should_stop=lambda: Fals
     return outcomes
 
 
+def uncounted(task, problems: list, texts: list[str], outcomes: list[bool | None], ended: list[bool],
+              count_copies: bool = False) -> list[str | None]:
+    """Why a right answer does not count: "cut" where the completion did not end, "copied" where the task says that it
+    is the problem's own text (`is_copied`), unless copies count; None of all others."""
+    is_copied = None if count_copies else getattr(task, "is_copied", None)
+    return [None if outcome is not True else "cut" if not end else
+            "copied" if is_copied and is_copied(problem, text) else None
+            for problem, text, outcome, end in zip(problems, texts, outcomes, ended, strict=True)]
+
+
 def has_numbers(task) -> bool:
     """Whether a task's answers are numbers, so that there is a lenient accuracy."""
     return getattr(task, "has_numbers", False)
@@ -102,6 +114,27 @@ def labels_of(task, problem, text: str) -> list[bool]:
     return labels
 
 
-def answers_of(task, texts: list[str]) -> list[str | None]:
-    """What solutions answer, as the task reads it or else its format; None where nothing can be read."""
-    return list(map(getattr(task, "read_answer", task.fmt.answer), texts))
+def answers_of(task, texts: list[str], group: int = 1) -> list[str | None]:
+    """What solutions answer, as the task reads it or else its format; None where nothing can be read. Of each `group`
+    that follow each other equal answers have the spelling of the first of them, so that votes can be counted: equal as
+    the task's same_answer() says, else as texts."""
+    answers = list(map(getattr(task, "read_answer", task.fmt.answer), texts))
+    if group == 1:
+        return answers
+    groups = [answers[i: i + group] for i in range(0, len(answers), group)]
+    return list(chain.from_iterable(in_threads(partial(in_one_spelling, task), groups)))
+
+
+def are_equal(task, first: str | None, second: str) -> bool:
+    """Whether two answers are equal, as the task's same_answer() says, or else as texts. None is no answer."""
+    return first == second or first is not None and hasattr(task, "same_answer") and task.same_answer(first, second)
+
+
+def in_one_spelling(task, answers: list[str | None]) -> list[str | None]:
+    """The answers, equal ones as the first of them is written."""
+    firsts: dict[str, str] = {}
+    for answer in answers:
+        if answer is not None and answer not in firsts:
+            same = (first for first in dict.fromkeys(firsts.values()) if are_equal(task, first, answer))
+            firsts[answer] = next(same, answer)
+    return [None if answer is None else firsts[answer] for answer in answers]

@@ -75,6 +75,8 @@ def add_rollout_args(group) -> None:
     group.add_argument("--max-cached-tokens", type=at_least(0), default=0,
                        help="tokens per rank whose keys and values are held while rollouts decode; 0: no bound but "
                             "--max-rows")
+    group.add_argument("--count-copies", action=BooleanOptionalAction, default=False,
+                       help="a right answer counts also where it is the problem's own text and not the gold's")
     group.add_argument("--calculator", action=BooleanOptionalAction, default=False,
                        help="solutions may call the calculator (python_start ... python_end)")
 

@@ -8,7 +8,7 @@ from nanochat.rl.measure.scores import first_error_f1, macro_f1, share_of
 from nanochat.rl.measure.step_labels import until_error
 from nanochat.rl.measure.voting import auroc, calibration, choose
 from nanochat.rl.play.play import Draw, Play
-from nanochat.rl.records.outcomes import answers_of, labels_of
+from nanochat.rl.records.outcomes import labels_of
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.judges import JUDGES, Judgment, add_judge_args, judge_draws
 
@@ -34,7 +34,7 @@ def judge_scores(t: Play, judgments: list[Judgment], solutions: Rollouts, num: i
     problems, outcomes = solutions.problems(), solutions.columns.get("outcome") or t.check(solutions)
     labels = [labels_of(t.task, problem, text) for problem, text in zip(problems, solutions.texts, strict=True)]
     rows = [[*row, j.steps, j.final, j.tokens] for *row, j in zip(
-        answers_of(t.task, solutions.texts), outcomes, labels, judgments, strict=True)]
+        t.answers(solutions, num), outcomes, labels, judgments, strict=True)]
     return judged_scores(t.gather([rows[i: i + num] for i in range(0, len(rows), num)]))
 
 
