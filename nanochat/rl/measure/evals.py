@@ -55,8 +55,8 @@ def pass_at_1(t: Play, role: str = "generator", tool: Callable[[], Tool | None] 
         lost = [reason is not None for reason in t.gather(solutions.columns["uncounted"])]
         scores[f"{short_name(role)}/uncounted_{name}"] = share_of(lost)
         if any(lost):
-            print0(f"{sum(lost)} of {len(lost)} solutions of {split} are right, but cut or copied from the problem, and "
-                   f"count as wrong")
+            print0(f"{sum(lost)} of {len(lost)} solutions of {split} are right but cut, or copied from the problem, "
+                   f"and count as wrong")
         if has_numbers(t.task):
             lenient = t.gather(lenient_outcomes(t.task, solutions.problems(), solutions.texts))
             scores[f"{short_name(role)}/pass1_lenient_{name}"] = share_of(lenient)
