@@ -216,8 +216,10 @@ def grade(*, completion: str, gold: str, extract: tuple[str, ...] = ("boxed", "h
 
 
 def said_alike(gold: str, answer: str) -> bool:
-    """Whether an answer is the gold's text, but for spelling, name, unit and label."""
-    return read(gold).body == read(answer).body or read(gold).words == spelled(answer)
+    """Whether an answer is the gold's text, but for spelling, name, unit, base and label."""
+    golds, answers = read(gold), read(answer)
+    return (answers.body in (golds.body, golds.base and golds.base[0])
+            or golds.words is not None and golds.words == spelled(answers.body))
 
 
 ORDINARY = re.compile(r"(?:\\frac(?=\{[^{}]+(?:\{[^{}]+\}[^{}]*)*\}\{[^{}])|\\sqrt(?=\{[^{}])"

@@ -133,6 +133,7 @@ def test_a_debate_is_evaluated_by_its_majority_and_a_chain_by_its_last_answer(ba
     scores = marti.evaluate(t)
     for split in ("in", "out"):
         assert {name: scores.pop(f"gen/{name}_{split}") for name in expected} == expected
+        assert scores.pop(f"gen/uncounted_{split}", 0) == 0
     assert not scores and capsys.readouterr().out.count("of test_in cannot be scored") == num_unknown
     assert t.asked.keys() - {"eval"} == t.draws.keys()  # with the limits of training
 

@@ -81,7 +81,8 @@ def stepped(base, monkeypatch):
 
 
 def earned(recipe: str, stage: int, outcome: bool | None, text: str, ended: bool, forced: str) -> float | None:
-    """What a solution earns by its text and what was forced in it."""
+    """What a solution earns by its text and what was forced in it. One that did not end is wrong."""
+    outcome = outcome and ended
     if recipe == "search_r1":
         return outcome
     if recipe == "ssrl":
@@ -144,6 +145,7 @@ def test_both_ways_are_evaluated(stepped, monkeypatch, recipe):
     monkeypatch.setattr(t, "solve", lambda *args, tool, **more: tools.append(tool) or solve(*args, tool=tool, **more))
     found = RECIPES[recipe].evaluate(t)
     other = "search" if recipe == "ssrl" else "memory"
-    assert set(found) == {f"gen/{name}_{split}" for name in ("pass1", f"{other}_pass1") for split in ("in", "out")}
+    assert set(found) == {f"gen/{name}_{split}" for name in ("pass1", "uncounted", f"{other}_pass1")
+                          for split in ("in", "out")}
     searching = [tool for tool in tools if tool is not None]
     assert len(tools) == 4 and len(searching) == len(set(map(id, searching))) == 2

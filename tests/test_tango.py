@@ -179,11 +179,11 @@ def test_neither_a_wrong_answer_nor_what_cannot_be_judged_is_paid_for_itself(bas
 
 
 @pytest.mark.parametrize("has_answer", [True, False])
-def test_a_solution_without_an_answer_earns_as_a_wrong_one_and_says_nothing_of_verdicts(monkeypatch, has_answer):
+def test_a_solution_without_an_answer_earns_as_a_wrong_one_and_says_nothing_of_verdicts(has_answer):
     """One that is cut off may lack steps and have no wrong ones, so verdicts are not believed less by it."""
-    monkeypatch.setattr(_judged, "answers_of", lambda task, texts: ["1" if has_answer else None] * len(texts))
     told: dict = {}
-    t = SimpleNamespace(task=None, memory={}, device=torch.device("cpu"), reduce=lambda x: x,
+    t = SimpleNamespace(answers=lambda solutions: ["1" if has_answer else None] * len(solutions.texts),
+                        memory={}, device=torch.device("cpu"), reduce=lambda x: x,
                         log=lambda role, values: told.update(values))
     solutions = SimpleNamespace(texts=["a", "b", "c", "d"], columns={"outcome": [has_answer, False, False, None]})
     batches = [[True, False], [True, True], None, [True, False]], [[True, True], [False, True], [True], None]
