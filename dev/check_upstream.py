@@ -246,7 +246,7 @@ def compare_tokenizer(tokenizer, record: dict):
 def checks(args, base: str):
     """All checks, in the order of the work."""
     from nanochat.checkpoint import load_model, save_model
-    from nanochat.storage.files import path_of
+    from nanochat.storage.files import base_dir, path_of
     from nanochat.tokenizer import Tokenizer
     os.environ["NANOCHAT_BASE_DIR"] = theirs = os.path.join(base, "theirs")
     records = run_upstream(args, theirs, "make")
@@ -259,6 +259,7 @@ def checks(args, base: str):
         for check in compare_model(models[tag], records[tag], tokenizer.stop_tokens):
             yield f"upstream's {stage}/{tag} {' '.join(map(str, shape))} {special}", *check
     os.environ["NANOCHAT_BASE_DIR"] = ours = os.path.join(base, "ours")
+    base_dir.cache_clear()  # it is read once
     tokenizer = Tokenizer.train(iter([make_text(args.seed)]), VOCAB_SIZE)
     tokenizer.save(path_of("tokenizer"))
     for check in compare_tokenizer(tokenizer, records["tokenizer"]):

@@ -13,11 +13,12 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 
 from nanochat.common import BadInput, CannotWrite, compute_dtype, dtype_name, print0
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT, GPTConfig, check_layers
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.hf.tokenizer import mark_of, read_files
 from nanochat.kernels.tiles import has_bf16, takes
@@ -152,9 +153,11 @@ def load_meta(path: str) -> tuple[dict, GPTConfig | DecoderConfig]:
         if kind is GPTConfig and "window_pattern" not in given:
             print0(f"{path}: has no window_pattern, taken as L")
             given["window_pattern"] = "L"
+        known = {field.name for field in fields(kind)}
+        for names, what in ((known - given.keys(), "has no"), (given.keys() - known, "has the unknown")):
+            if names:
+                raise ValueError(f"model_config {what} {', '.join(sorted(names))}")
         config = kind(**given)
-        if missing := config.asdict().keys() - given.keys():
-            raise ValueError(f"model_config has no {', '.join(sorted(missing))}")
         if "step" not in meta:  # upstream's RL has none
             meta["step"] = int(re.search(r"meta_(\d+)\.json$", path)[1])
         if not isinstance(meta["step"], int) or not isinstance(meta.setdefault("user_config", {}), dict):
@@ -174,6 +177,7 @@ def check_config(config: GPTConfig | DecoderConfig, path: str) -> None:
         if type(value) is not int or not 1 <= value < 2 ** 31:
             raise BadInput(f"{path}: model_config has {name} {value!r}: must be a number from 1 to {2 ** 31 - 1}")
     try:
+        check_layers("n_layer", config.n_layer)
         with torch.device("meta"):
             (GPT if isinstance(config, GPTConfig) else Decoder)(config)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -222,9 +226,9 @@ def weights_in(path: str, config: GPTConfig | DecoderConfig) -> dict[str, torch.
 
 
 def warn_of_role(tag: str, meta: dict, role: str) -> None:
-    """Says so where a checkpoint is used in one of the two roles and was trained in the other."""
+    """Says so where a checkpoint is the generator or the verifier and was trained in another role."""
     trained = meta.get("role") or meta["user_config"].get("role")
-    if {role, trained} == {"generator", "verifier"}:
+    if role in ("generator", "verifier") and trained not in (None, "both", role):
         print0(f"WARNING: {tag} was trained as a {trained}, and is the {role} here")
 
 

@@ -45,10 +45,10 @@ def script_main(main, parser, argv: list[str] | None = None, is_shown: bool = Fa
         main(parse_flags(parser, argv))
         code = int(is_shown and getattr(sys.stdout, "name", "") == os.devnull)  # print0 put it there
     except BadInput as error:
-        complain(f"error: {one_line(error)}")
+        complain(f"error: {error}")
         code = 2
     except (Diverged, CannotWrite) as error:
-        complain(f"stopped: {one_line(error)}")
+        complain(f"stopped: {error}")
         code = 1
     except BrokenPipeError:  # who read the output, as `head` does, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -71,7 +71,7 @@ def script_main(main, parser, argv: list[str] | None = None, is_shown: bool = Fa
             raise
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            complain(f"stopped: there is not enough memory: {one_line(error)}")
+            complain(f"stopped: there is not enough memory: {error}")
         elif not others_complained():  # of a collective, which another rank has left
             raise
         code = 1
@@ -121,7 +121,7 @@ def check_ranks() -> None:
     """Ends the process with a line and exit code 2 where the environment's numbers are none or do not go together."""
     if fault := fault_of_environment():
         setter = "" if "NANOCHAT" in fault else "torchrun sets it, or "
-        print(f"error: the environment has {fault}; {setter}unset it", file=sys.stderr)
+        print(one_line(f"error: the environment has {fault}; {setter}unset it"), file=sys.stderr)
         sys.exit(2)
 
 
@@ -205,7 +205,8 @@ def complaints(key: str) -> int:
 
 
 def complain(line: str) -> None:
-    """Says what is wrong, once: of several ranks with the same complaint the first."""
+    """Says what is wrong, in one line and once: of several ranks with the same complaint the first."""
+    line = one_line(line)
     if complaints(str(zlib.crc32(line.encode(errors="replace")))) == 0:
         print(line, file=sys.stderr, flush=True)
 

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 NUM_WAITING = 8  # threads of in_threads
+PASSED = "\n\t\u200c\u200d"  # what Python calls not printable and Persian, Hindi and emoji are written with
 
 
 class BadInput(ValueError):
@@ -42,8 +44,15 @@ def is_out_of_memory(error: Exception) -> bool:
             or "DefaultCPUAllocator: can't allocate memory" in str(error))
 
 
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).splitlines())
+def printable(text: str) -> str:
+    """Text that others wrote without control characters, which would steer the terminal. All kinds of spaces and
+    joiners pass."""
+    return "".join(c if c.isprintable() or c in PASSED or unicodedata.category(c) == "Zs" else "?" for c in text)
+
+
+def one_line(text: str | Exception) -> str:
+    """`printable` text on one line: it cannot forge lines either."""
+    return " ".join(printable(str(text)).split())
 
 
 def takes(function, number: int) -> bool:
@@ -57,20 +66,31 @@ def takes(function, number: int) -> bool:
     return True
 
 
+def check_defaults() -> None:
+    """Raises BadInput where a recipe has changed what torch makes tensors of: kernels are given fp32 on the CPU, and
+    would read something else as that."""
+    found = torch.get_default_dtype(), torch.get_default_device()
+    if found != (torch.float32, torch.device("cpu")):
+        raise BadInput(f"the recipe has set torch's defaults to {dtype_name(found[0])} and {found[1]}: they must stay "
+                       f"float32 and cpu; name another dtype or device where a tensor is made")
+
+
 def rank_and_world() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def print0(*args) -> None:
-    """Prints on rank 0. A stdout that is closed or on a full disk stops nothing: from then on nothing is shown."""
+    """Prints on rank 0 what is `printable`. A stdout that is closed or on a full disk stops nothing: from then on
+    nothing is shown."""
     if rank_and_world()[0] != 0:
         return
     try:
-        print(" ".join(map(str, args)) + "\n", end="", flush=True)  # one write: lines of two threads stay apart
-    except OSError as error:
+        print(printable(" ".join(map(str, args))) + "\n", end="", flush=True)  # one write: two threads' stay apart
+    except (OSError, ValueError) as error:  # ValueError: closed by Python
         sys.stdout = open(os.devnull, "w")
         with contextlib.suppress(OSError):
-            print(f"WARNING: nothing more is shown: stdout: {error.strerror}", file=sys.stderr, flush=True)
+            why = getattr(error, "strerror", error)
+            print(f"WARNING: nothing more is shown: stdout: {why}", file=sys.stderr, flush=True)
 
 
 def available_devices() -> list[str]:
@@ -231,6 +251,13 @@ def in_threads(function, *columns: list, should_stop=lambda: False) -> list:
     rows = list(zip(*columns, strict=True))
     with ThreadPoolExecutor(NUM_WAITING) as threads:
         return list(threads.map(lambda row: None if should_stop() else function(*row), rows))
+
+
+def described(value) -> str:
+    """In words, a value that is not the number it should be."""
+    if isinstance(value, float) or isinstance(value, int) and value.bit_length() < 64:
+        return str(value)
+    return f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
 
 
 def finite(value):

@@ -25,6 +25,7 @@ from nanochat.kernels.ops import add_norm, linear, mix_norm, norm, relu_squared,
 SMEAR_CHANNELS = 24   # channels of the embedding that the smear gate reads
 VALUE_CHANNELS = 12   # channels of the block input that the value-embedding gate reads
 ROTARY_BASE = 100000
+MOST_LAYERS = 1000    # beyond them there is no model, and making the layers would fill the memory
 QK_SCALE = 1.2        # on q and on k after their norm
 NARROW = 512          # width up to which few rows decode in one call: faster at 384, slower at 768 (dev/BENCH.md)
 
@@ -61,6 +62,12 @@ def rotary(positions: torch.Tensor, head_dim: int, dtype: torch.dtype) -> tuple[
     channel = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
     angles = positions[:, :, None, None].float() * ROTARY_BASE ** (-channel / head_dim)  # (B, T, 1, D/2)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def check_layers(name: str, num_layers: int) -> None:
+    """Raises ValueError for more than MOST_LAYERS. name: what a file calls their number."""
+    if num_layers > MOST_LAYERS:
+        raise ValueError(f"{name} is {num_layers}, and {MOST_LAYERS} are the most")
 
 
 def has_value_embedding(layer: int, n_layer: int) -> bool:
@@ -413,7 +420,7 @@ class GPT(nn.Module):
 def add_model_args(parser, depth: int = 4, sequence_len: int = 256, window_pattern: str = "L") -> None:
     """The flags of a new model's shape; --depth is the one dial."""
     group = parser.add_argument_group("model")
-    group.add_argument("--depth", type=at_least(1, int, 1000), default=depth, help="layers: the one dial")
+    group.add_argument("--depth", type=at_least(1, int, MOST_LAYERS), default=depth, help="layers: the one dial")
     group.add_argument("--n-embd", type=at_least(0, int, 2 ** 17), default=0,
                        help="width; default: 64 per layer, rounded up to a multiple of 128")
     group.add_argument("--n-head", type=at_least(0), default=0, help="default: n_embd / 128, at least 1")

@@ -12,12 +12,12 @@ import codecs
 from nanochat.calculator import Calculator
 from nanochat.checkpoint import default_tag, list_tags
 from nanochat.cli import add_device_arg, at_least, check_name, new_parser, script_main
-from nanochat.common import BadInput, init_device
+from nanochat.common import BadInput, init_device, one_line, printable
 from nanochat.engine import check_temperature, generate, row_key
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.rl.measure.scores import aligned
 from nanochat.rl.records.prompts import Verification, parse_verification, read_solution, verifier_prompt
-from nanochat.rl.report.terminal import add_colour_flag, printable_line, paint, printable, wants_colour
+from nanochat.rl.report.terminal import add_colour_flag, paint, wants_colour
 from nanochat.storage.files import path_of
 from scripts.verifier_eval import load
 from tasks import TASKS, recorded_value, task_flags
@@ -72,12 +72,13 @@ class Speaker:
         return forced
 
 
-def answer(args, model, tokenizer, prompt: list[int], turn: int) -> list[int]:
-    """Samples and prints an answer. -> its tokens, the end token last. Raises BadInput when the prompt does not fit."""
+def answer(args, model, tokenizer, prompt: list[int], turn: int, is_first: bool) -> list[int]:
+    """Samples and prints an answer. -> its tokens, the end token last. is_first: nothing was said before the message.
+    Raises BadInput when the prompt does not fit."""
     room = model.config.sequence_len - len(prompt)
     if room < 1:
-        raise BadInput(f"the conversation has {len(prompt)} tokens, the context {model.config.sequence_len}: begin "
-                       f"anew with clear")
+        raise BadInput(f"the {'message' if is_first else 'conversation'} has {len(prompt)} tokens, the context "
+                       f"{model.config.sequence_len}{'' if is_first else ': begin anew with clear'}")
     limit, speaker = min(args.max_new_tokens, room), Speaker(tokenizer)
     print("\nAssistant: ", end="", flush=True)
     out = generate(model, [prompt], 1, max_new_tokens=limit, stop_tokens=tokenizer.stop_tokens,
@@ -108,7 +109,7 @@ def show_verdicts(fmt: Format, solution: str, verification: Verification, colour
     painted = lambda verdict: paint(WORDS[verdict], COLOURS[verdict], colour)
     steps = fmt.step_bodies(solution)
     for k, (step, verdict) in enumerate(zip(steps, aligned(verification.step_verdicts, len(steps)), strict=True), 1):
-        print(f"  step {k}: {printable_line(step)}  {painted(verdict)}")
+        print(f"  step {k}: {one_line(step)}  {painted(verdict)}")
     print(f"  verdict: {painted(verification.verdict)}")
     if verification.unmet:
         print(f"  (malformed: {', '.join(verification.unmet)})")
@@ -179,7 +180,7 @@ def main(args) -> None:
                 prompt = tokenizer.render_chat([*messages, {"role": "user", "content": text}])
             else:
                 prompt = history + tokenizer.render_prompt(text)[1 if history else 0:]
-            tokens = answer(args, model, tokenizer, prompt, turn)
+            tokens = answer(args, model, tokenizer, prompt, turn, not history)
             print()
             if fmt:  # every message is a problem of its own
                 solution = read_solution(tokenizer, fmt, tokens)
@@ -193,7 +194,7 @@ def main(args) -> None:
         except BadInput as error:
             if args.prompt is not None:
                 raise
-            print(f"\nerror: {error}")
+            print(f"\nerror: {one_line(error)}")
         except KeyboardInterrupt:  # an unwanted answer: the conversation goes on as if it had not been asked for
             if args.prompt is not None:
                 raise

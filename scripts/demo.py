@@ -17,7 +17,7 @@ from itertools import zip_longest
 
 from nanochat.checkpoint import find_step, fingerprint, load_model
 from nanochat.cli import add_device_arg, at_least, new_parser, script_main
-from nanochat.common import BadInput, init_device
+from nanochat.common import BadInput, init_device, one_line
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.learn.roles import Start
 from nanochat.rl.learn.state import tag_of
@@ -25,7 +25,7 @@ from nanochat.rl.measure.evals import SPLITS
 from nanochat.rl.play.sampling import Sampler
 from nanochat.rl.records.outcomes import answers_of, labels_of, outcomes_of, problems_of
 from nanochat.rl.report.report import Run, read_run, run_folder
-from nanochat.rl.report.terminal import add_colour_flag, printable_line, paint, wants_colour
+from nanochat.rl.report.terminal import add_colour_flag, paint, wants_colour
 from nanochat.storage.files import path_of
 from tasks import complete_task_args, make_task, recorded_value, task_flags
 
@@ -54,7 +54,7 @@ def find_run(name: str) -> Run:
         if not ends:
             raise BadInput(f"no finished run in {root}; NANOCHAT_BASE_DIR says where runs are")
         name = os.path.dirname(max(ends, key=os.path.getmtime))
-        print(f"the newest finished run: {os.path.basename(name)}")
+        print(one_line(f"the newest finished run: {os.path.basename(name)}"))
     folder = run_folder(name)
     run = read_run(folder)
     if os.path.realpath(folder) != os.path.realpath(os.path.join(root, run.name)):  # nor are its checkpoints
@@ -103,7 +103,7 @@ def describe(task, colour: bool, problem, text: str, ended: bool, outcome: bool 
 
     spans, answer, lines = task.fmt.step_spans(text), answers_of(task, [text])[0], []
     counts = Counter(right=int(outcome is True), unscorable=int(outcome is None))
-    bodies = map(printable_line, task.fmt.step_bodies(text))
+    bodies = map(one_line, task.fmt.step_bodies(text))
     labels = labels_of(task, problem, text)  # some tasks have none
     verdicts = labels if verification is None else verification.step_verdicts[: len(spans)]
     for body, verdict, label in zip_longest(bodies, verdicts, labels):
@@ -111,10 +111,10 @@ def describe(task, colour: bool, problem, text: str, ended: bool, outcome: bool 
         note = f"  <- mistaken: the step is {WORDS[label]}" if is_mistaken else ""
         lines.append(painted(verdict, f"{WORDS[verdict]:5s}  {body}") + note)
         counts.update(steps=int(label is not None), steps_hit=int(label is not None and verdict is label))
-    rest = printable_line(text[spans[-1][1] if spans else 0:])
+    rest = one_line(text[spans[-1][1] if spans else 0:])
     if rest and (answer is None or not spans):  # what no other line shows
         lines.append(painted(None, f"{WORDS[None]:5s}  {rest}"))
-    line = "no answer: " if answer is None else f"answer {printable_line(answer)}: "
+    line = "no answer: " if answer is None else f"answer {one_line(answer)}: "
     line += painted(outcome, "cannot be scored" if outcome is None else WORDS[outcome]) + ("" if ended else " (cut)")
     if verification is not None:
         verdict = verification.verdict
@@ -152,15 +152,15 @@ def main(args) -> None:
         names = [f"{role} {tag} at step {step}" for role, (_, tag, step) in found.items()]
         print(f"{when + ' RL:':10s} {', '.join(names)}")
     if hasattr(task, "about"):
-        print(f"task {task.name}: {task.about}")
+        print(one_line(f"task {task.name}: {task.about}"))
     print("Before each step stands the verdict of the verifier of that time: right, wrong, or - for none."
           if len(roles) > 1 else "Before each step stands its gold label: right, wrong, or - where it has none.")
     counts = {when: Counter() for when in solved}
     for number, rows in enumerate(zip(*solved.values(), strict=True), 1):
         problem, is_shown = rows[0][0], number <= args.num_problems
         if is_shown:
-            print(f"\nproblem {number}: {printable_line(problem.prompt)}\n"
-                  f"gold answer: {printable_line(problem.answer)}")
+            print(f"\nproblem {number}: {one_line(problem.prompt)}\n"
+                  f"gold answer: {one_line(problem.answer)}")
         for when, row in zip(solved, rows, strict=True):
             lines, found = describe(task, wants_colour(args.colour), *row)
             if is_shown:

@@ -14,6 +14,7 @@ import torch
 
 from nanochat.cli import at_least, new_parser, script_main
 from nanochat.common import BadInput, print0
+from nanochat.gpt import MOST_LAYERS
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import DTYPES, new_folder, write_model
 from nanochat.hf.gguf import WORDS
@@ -32,7 +33,7 @@ def make_parser():
     parser.add_argument("--to", required=True, help="the folder to make")
     parser.add_argument("--texts", nargs="*", default=[],
                         help="files that the tokenizer learns its merges from; without any a token is a byte")
-    parser.add_argument("--n-layer", type=at_least(1, int, 1000), default=None, help="default: the shape's")
+    parser.add_argument("--n-layer", type=at_least(1, int, MOST_LAYERS), default=None, help="default: the shape's")
     parser.add_argument("--n-embd", type=at_least(1, int, 2 ** 17), default=None,
                         help="default: the shape's; another keeps the heads' size 16 and the MLP four times as wide")
     parser.add_argument("--vocab-size", type=at_least(256 + len(SPECIALS), int, 2 ** 24), default=None,

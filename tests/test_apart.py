@@ -37,7 +37,10 @@ def test_a_run_that_is_sampled_from_its_starting_weights_stops_by_itself(base, m
     bar, gaps = LARGEST_GAP[getattr(torch, dtype)], [r[f"gen/{MAX}"] for r in records(base, "r")]
     assert len(gaps) == 4 and gaps[0] <= bar and min(gaps[1:]) > bar
     assert [r["gen/rollout_apart"] for r in records(base, "r")] == [0, 1, 2, 3]
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    out = capsys.readouterr().out.splitlines()
+    assert [line.partition(" (")[0] for line in out if line.startswith("WARNING: ")] == [
+        f"WARNING: the generator's sampler and trainer differ by more than {dtype} explains"]
+    lines = [line for line in out if line.startswith("step ")]
     assert ["WARNING: sampler and trainer differ" in line for line in lines] == [False, True, True, True]
 
 
@@ -126,7 +129,7 @@ def test_three_in_a_row_stop_a_run_and_one_that_cannot_be_told_is_passed_over():
     t = pair()
     t.roles["generator"].model.compute_dtype = torch.bfloat16
     seen = []
-    for gap in (0.51, 0.49, 0.51, None, 0.51):
+    for gap in (0.51, 0.49, float("nan"), None, 0.51):
         logged = count_apart(t, ["generator"], {f"gen/{MAX}": gap})
         check_apart(t, {"step": 0})
         seen.append(logged["gen/rollout_apart"])

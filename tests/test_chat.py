@@ -13,6 +13,7 @@ from conftest import TASK_FLAGS, parse
 from nanochat import engine
 from nanochat.checkpoint import load_model
 from nanochat.cli import script_main
+from nanochat.common import printable
 from nanochat.rl.play.sampling import Sampler
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_cli, chat_sft
@@ -164,7 +165,7 @@ def test_of_all_characters_controls_and_formats_become_question_marks():
     for code in [*range(0x3100), 0xd800, 0xe000, 0xfeff, 0x1f600, 0xe0041, 0x10ffff]:
         kept = (unicodedata.category(chr(code))[0] not in "C" and code not in (0x2028, 0x2029)
                 or chr(code) in "\n\t\u200c\u200d")
-        assert chat_cli.printable(chr(code)) == (chr(code) if kept else "?"), hex(code)
+        assert printable(chr(code)) == (chr(code) if kept else "?"), hex(code)
 
 
 def test_a_character_split_over_tokens_is_shown_once_it_is_whole(capsys, base, tokenizer, monkeypatch):
@@ -237,7 +238,7 @@ def test_a_conversation_that_no_longer_fits_is_one_line_and_goes_on(capsys, base
                                              "with clear", errors[0])
     answers = [line for line in lines if "Assistant" in line]
     assert len(answers) == 2 and answers[0] == answers[1]
-    assert "134 tokens, the context 128" in refused(capsys, chat_cli, "-p", "1" * 130)
+    assert refused(capsys, chat_cli, "-p", "1" * 130) == "error: the message has 134 tokens, the context 128\n"
     force_picks(monkeypatch, [[ord("1")] * 20])
     assert "to the verifier, its context 128" in refused(capsys, chat_cli, "-m", "20", "--verifier", "tiny-ver", "-p",
                                                          "1" * 104)
@@ -276,6 +277,13 @@ def test_a_verifier_needs_a_format_and_is_of_the_models_stage_or_of_sft(capsys, 
     assert talk(capsys, monkeypatch, *flags, "tiny-ver")[1:] == expected[1:]
     shutil.move(base / "chatsft_checkpoints" / "tiny-ver", base / "chatrl_checkpoints" / "r-ver")
     assert talk(capsys, monkeypatch, *flags, "r-ver")[1:] == expected[1:]
+
+
+@pytest.mark.parametrize("role", ["verifier", "critic"])
+def test_a_model_that_was_trained_to_judge_says_so(capsys, base, monkeypatch, role):
+    change_meta(base, role=role)
+    lines = talk(capsys, monkeypatch, "-m", "1", "-p", "1")
+    assert lines[0] == f"WARNING: tiny was trained as a {role}, and is the generator here"
 
 
 @pytest.mark.parametrize("flags, words", [

@@ -194,6 +194,20 @@ def test_conversations_that_do_not_fit_are_counted(base, chats, capsys):
     assert "16 conversations were longer than the context and left out" in capsys.readouterr().out
 
 
+def test_a_conversation_that_is_too_long_is_encoded_once_and_a_huge_one_never(base, tmp_path, monkeypatch):
+    """A token of nanochat's own is a byte here: of 128 tokens there are 128 bytes at most."""
+    path, encoded = tmp_path / "chats.jsonl", []
+    rows = [[{"role": "user", "content": "a" * num}, {"role": "assistant", "content": "b"}]
+            for num in (1, 126, 10 ** 6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    render = Tokenizer.render_conversation
+    monkeypatch.setattr(Tokenizer, "render_conversation", lambda self, messages, context: (
+        encoded.append(len(messages[0]["content"])) or render(self, messages, context)))
+    examples = examples_of("--conversations", str(path), "--conversations-share", "1")
+    assert [examples.conversation(row) is None for row in (0, 1, 2) * 3] == [False, True, True] * 3
+    assert sorted(encoded) == [1, 1, 1, 126]
+
+
 def test_conversations_none_of_which_fits_are_refused(base, tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps(CHATS[2]) + "\n")

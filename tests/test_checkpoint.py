@@ -125,6 +125,8 @@ def test_older_checkpoints_may_lack_three_keys(base):
     *((lambda meta, new=new: (meta if new.keys() <= meta.keys() else meta["model_config"]).update(new), words)
       for new, words in [
           ({"step": None}, "step must be a number"), ({"user_config": None}, "step must be a number, and user_config"),
+          ({"n_layer": 10 ** 9}, "describes no model: n_layer is 1000000000, and 1000 are the most"),
+          ({"evil": 1, "n_evil": 1}, "no model's meta: model_config has the unknown evil, n_evil"),
           ({"n_head": 0}, "n_head 0: must be a number from 1 to"), ({"n_layer": -1}, "n_layer -1: must be"),
           ({"sequence_len": 10 ** 30}, "sequence_len 10{30}: must be"), ({"n_embd": "x"}, "n_embd 'x': must be"),
           ({"window_pattern": 5}, "model_config describes no model")])])

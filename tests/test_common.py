@@ -1,5 +1,6 @@
 """What every script shares: how it ends, TensorBoard's event files, the version and commit that a run records."""
 import argparse
+import importlib.util
 import json
 import mmap
 import os
@@ -15,6 +16,7 @@ from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 from nanochat import __version__, common
 from nanochat.cli import script_main
 from nanochat.common import BadInput, CannotWrite, StopRequested, process_size
+from nanochat.storage import files
 from nanochat.storage.files import is_alone, whole_file
 from nanochat.storage.run import Run, describe_versions, lock_run, uses_wandb
 from scripts import base_train, chat_sft, tango_rl, tok_train
@@ -173,6 +175,10 @@ def refused(capsys, work, flags=(), code=2, **options) -> str:
     return err
 
 
+def fail(text: str):
+    raise BadInput(text)
+
+
 def interrupted():
     raise KeyboardInterrupt
 
@@ -181,12 +187,13 @@ def test_what_ends_a_script_is_one_line(capsys, tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     for work, code, line in (
             (lambda: torch.empty(10 ** 15), 1, "stopped: there is not enough memory: .*"),
-            (lambda: [0] * 10 ** 15, 1, "stopped: there is not enough memory: .*"),
+            (lambda: [0] * 10 ** 15, 1, "stopped: there is not enough memory:"),
             (lambda: open("/"), 2, "error: /: Is a directory"),
             (lambda: open("/dev/null/x"), 2, "error: /dev/null/x: Not a directory"),
             (lambda: open(tmp_path / "loop"), 2, f"error: {tmp_path}/loop: Too many levels of symbolic links"),
             (interrupted, 130, "stopped by Ctrl-C")):
         assert re.fullmatch(line + "\n", refused(capsys, work, code=code))
+    assert refused(capsys, lambda: fail("\033[31ma\nb\u202e\u200fc")) == "error: ?[31ma b??c\n"
     for value, words in (("1e31", "must be from -1e+30 to 1e+30"), ("-1e308", "must be from -1e+30"),
                          ("inf", "inf: must be from")):
         assert words in refused(capsys, print, [f"--lr={value}"])
@@ -222,19 +229,21 @@ def as_script(folder, main, options: dict, closed: str, out: str) -> None:
         os._exit(code)
 
 
+CLOSED = "WARNING: nothing more is shown: stdout: I/O operation on closed file.\n"
 LOST = "WARNING: nothing more is shown: stdout: No space left on device\n"
 SHOWN = {"is_shown": True}  # a script that is run for what it prints
 full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="is Linux's")
 
 
 @pytest.mark.parametrize("main, options, closed, out, code, printed, err", [
-    (lambda args: common.print0("\u20ac\udcff", "x"), {}, "", "latin-1", 0, "\\u20ac\\udcff x\n", ""),
+    (lambda args: common.print0("\u20ac\udcff", "x"), {}, "", "latin-1", 0, "\\u20ac? x\n", ""),
+    (lambda args: sys.stdout.close() or common.print0("x"), {}, "", "", 0, "", CLOSED),
     pytest.param(lambda args: print("x", flush=True), {}, "", "full", 1, None,
                  "stopped: the output cannot be written: No space left on device\n", marks=full),
     pytest.param(lambda args: common.print0("x"), {}, "", "full", 0, None, LOST, marks=full),
     pytest.param(lambda args: common.print0("x"), SHOWN, "", "full", 1, None, LOST, marks=full),
     (shout, {}, "1", "", 0, None, "error\n"), (shout, {}, "012", "", 0, None, None),
-    (shout, {}, "", "unread", 141, None, "")], ids=range(7))
+    (shout, {}, "", "unread", 141, None, "")], ids=range(8))
 def test_what_a_script_prints_may_be_lost_and_its_streams_be_closed(tmp_path, main, options, closed, out, code,
                                                                     printed, err):
     """And it ends quietly when nobody reads on."""
@@ -296,6 +305,43 @@ def test_a_run_takes_its_lock_again_or_stops(tmp_path):
         run.log({"step": 2})
     other.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_forked_process_neither_holds_a_runs_lock_nor_goes_on_with_it(tmp_path):
+    """One that stays after its parent; one that comes back into the run."""
+    run, (told, tell) = Run("r", torch.device("cpu"), 0, 1, str(tmp_path), lock=lock_run(str(tmp_path))), os.pipe()
+    (ends, end), child = os.pipe(), os.fork()
+    if not child:
+        os.close(end)
+        try:
+            run.log({"step": 0})
+        except BadInput as error:
+            os.write(tell, str(error).encode())
+        os.read(ends, 1)  # until the parent is through
+        os._exit(0)
+    os.close(ends)
+    said = os.read(told, 1000).decode()
+    assert said.startswith(f"{tmp_path}: a forked process went on with this run")
+    with pytest.raises(BadInput, match="another process is at work on this run"):
+        lock_run(str(tmp_path))
+    run.log({"step": 0})
+    run.finish()
+    lock_run(str(tmp_path)).close()
+    os.close(end)
+    os.waitpid(child, 0)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_process_reads_its_base_directory_once(tmp_path, monkeypatch):
+    """Whatever a recipe does later; conftest has taken that off for all other tests."""
+    spec = importlib.util.spec_from_file_location("files_again", files.__file__)
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", "base")
+    assert module.path_of("runs", "r") == str(tmp_path / "base" / "runs" / "r")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", "/other")
+    monkeypatch.chdir("/")
+    assert module.path_of("runs", "r") == str(tmp_path / "base" / "runs" / "r")
 
 
 def test_a_rank_whose_torchrun_has_ended_before_it_does_not_wait_for_it(monkeypatch):

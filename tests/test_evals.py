@@ -3,6 +3,7 @@ import random
 from itertools import combinations
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -243,5 +244,18 @@ def test_rewards_are_logged_by_group_with_the_variance_of_each_source_and_none_m
     assert rollouts.columns["reward"] == [1.0, 0.0, 1.0, 1.0, None] and logged["num_rollouts"] == 5
     assert logged["reward_std"] == [0.5, 0.0] and logged["frac_reward_zero_std"] == [False, True, True]
     assert logged["completions/clipped_ratio"] == [False] * 4 + [True]
-    with pytest.raises(BadInput, match="a reward of the generator is nan"):
-        log_rewards(t, "generator", rollouts, [float("nan")] * 5)
+    # A difference that float32 does not hold gives no advantage, so no signal.
+    log_rewards(t, "generator", rollouts, [torch.tensor(1e8), 1e8 + 1, 1.0, numpy.False_, None])
+    assert logged["frac_reward_zero_std"] == [True, False, True]
+
+
+@pytest.mark.parametrize("reward, words", [
+    (float("nan"), "nan"), (float("inf"), "inf"), (1e38, "1e+38"), (-10 ** 400, "a number of 1329 bits"),
+    ("1", "a str"), (1j, "a complex"), (torch.zeros(2), "a Tensor")])
+def test_what_is_no_reward_is_refused_where_it_is_used_and_where_it_is_logged(reward, words):
+    for use, whose in ((lambda rewards: terminal_rewards(rewards, torch.ones(2)), ""),
+                       (lambda rewards: log_rewards(None, "generator", None, rewards), " of the generator")):
+        with pytest.raises(BadInput) as error:
+            use([None, reward])
+        assert str(error.value) == (f"a reward{whose} is {words}: it must be a number from -1e+15 to 1e+15, or None "
+                                    f"where it cannot be told")

@@ -261,6 +261,7 @@ BAD_VALUES = [  # changes of config.json, what the message says
       for value in (0, -4, "4", 4.0, True, [4])],
     *[({key: value}, f"{key} is {value!r}")
       for key in ("num_key_value_heads", "head_dim", "hidden_size", "intermediate_size") for value in (0, "48")],
+    ({"num_hidden_layers": 10 ** 9}, "num_hidden_layers is 1000000000, and 1000 are the most"),
     ({"num_key_value_heads": 3}, "4 heads of 12 and 3 key/value heads"),
     ({"head_dim": 15}, "4 heads of 15"),
     *[({"rms_norm_eps": value}, f"rms_norm_eps is {value!r}")

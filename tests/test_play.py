@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import random_model
 
+from nanochat import recipes
 from nanochat.common import BadInput, StopRequested
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.optim import adamw
@@ -168,6 +169,23 @@ def test_parts_share_one_step_as_if_they_were_one(per):
     assert split_metrics["loss"] == pytest.approx(metrics["loss"]) and metrics["skipped"] == 0
 
 
+def test_an_update_is_made_whatever_a_recipe_left_of_gradients_and_no_torch_default_may_change():
+    """With another default dtype, kernels would read what is no fp32."""
+    wanted = lambda: Update("generator", [(rollouts_of(), ONES)])
+    expected, _ = gradient_of(play_of(generator=tiny_model()), wanted())
+    with torch.no_grad():
+        moved, _ = gradient_of(play_of(generator=tiny_model()), wanted())
+    assert all(torch.equal(moved[name], expected[name]) for name in moved)
+    t = play_of(generator=tiny_model())
+    try:
+        torch.set_default_dtype(torch.float64)
+        for verb in (t.check_stop, lambda: recipes.run_file("my.py", "")):
+            with pytest.raises(BadInput, match="set torch's defaults to float64 and cpu: they must stay float32"):
+                verb()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_an_update_on_targets_raises_their_logprob_and_a_rollout_sum_is_one():
     """Coefficient 1 on every token, sum over tokens: the gradient is that of the targets' log-likelihood."""
     rollouts = rollouts_of(widths=(3,), group=1, lengths=(4,))
@@ -273,6 +291,7 @@ def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path):
 @pytest.mark.parametrize("right, without_signal, gap, dtype, words", [
     (0.5, 0.5, 0.2, torch.bfloat16, ""), (0.5, 0.5, 0.2, torch.float32, "sampler and trainer disagree"),
     (0.5, 0.5, 0.6, torch.bfloat16, "sampler and trainer disagree"),
+    (0.5, 0.5, math.nan, torch.float32, "sampler and trainer disagree"),
     (0.0, 1.0, 0.0, torch.float32, "no sampled solution is right"), (0.95, 0.5, 0.0, torch.float32, ""),
     (0.3, 0.9, 0.0, torch.float32, ""), (1.0, 1.0, 0.0, torch.float32, "leaves little to learn"),
     (0.95, 0.89, 0.0, torch.float32, "pass@1 is 95%, and 89% of the groups give no signal")])
@@ -347,7 +366,7 @@ def test_scores_steps_and_shapes_that_a_recipe_gives_wrongly_are_named():
     t.args.recipe, t.args.log_theory, t.args.eval_every = "mine", 0, 1
     recipe = SimpleNamespace(evaluate=lambda t: given[-1], play=lambda t: None)
     for scores, words in ((None, "evaluate gives a NoneType"), ({"x": "good"}, "evaluate gives 'x' as a str"),
-                          ({"x": 10 ** 400}, "evaluate gives 'x' as a number of 1329 bits"), ({1: 2}, "gives 1 as a"),
+                          ({"x": 10 ** 400}, "evaluate gives 'x' as a number of 1329 bits"), ({1: 2}, "gives 1 as 2"),
                           ({"gen_step": 1}, "logs 'gen_step' of the step, which the loop")):
         given.append(scores)
         with pytest.raises(BadInput, match=words):

@@ -268,8 +268,9 @@ def test_a_part_of_a_score_is_a_reward_and_no_right_answer():
     n = len(problem.answer)
     assert scores_of(made, problems, texts, [True, False, None]) == [1, pytest.approx((n - 1) / n), None]
     assert scores_of(SimpleNamespace(name="plain"), problems, texts, [True, False, None]) == [True, False, None]
-    with pytest.raises(BadInput, match="score\\(\\) gives 2, not a number from 0 to 1"):
-        scores_of(SimpleNamespace(name="odd", score=lambda *_: 2), problems, texts, [True, False, None])
+    for score, words in ((2, "2"), (-0.5, "-0.5"), ("1", "a str"), (10 ** 400, "a number of 1329 bits")):
+        with pytest.raises(BadInput, match=f"score\\(\\) gives {words}, not a number from 0 to 1"):
+            scores_of(SimpleNamespace(name="odd", score=lambda *_, s=score: s), problems, texts, [True, False, None])
 
 
 def test_an_answer_that_a_scorer_cannot_read_is_wrong_and_one_far_too_long_not_scored():

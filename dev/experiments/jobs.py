@@ -21,7 +21,7 @@ from typing import NamedTuple
 from dev.experiments.arms import Experiment, Start
 from nanochat import recipes
 from nanochat.cli import check_unchanged, flag_defaults, parse_flags
-from nanochat.common import BadInput, StopRequested, print0
+from nanochat.common import BadInput, StopRequested, print0, printable
 from nanochat.rl.run.flags import complete_args
 from nanochat.storage.files import base_dir, path_of, whole_file, writing
 from scripts import chat_sft, tango_rl
@@ -223,7 +223,7 @@ def carry_out(job: Job, children: Children) -> bool:
         log = log_of(f"{job.name}.log")
         with open(log, errors="replace") as f:
             end = "".join(f.readlines()[-3:])
-        print(f"failed: {shlex.join(job.command)} (see {log})\n{end}", end="", file=sys.stderr, flush=True)
+        print(printable(f"failed: {shlex.join(job.command)} (see {log})\n{end}"), end="", file=sys.stderr, flush=True)
     elif code == 0 and job.module == "scripts.tango_rl":
         print0(f"{time.strftime('%H:%M')} {job.name}")
     return code == 0

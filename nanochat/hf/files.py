@@ -12,6 +12,7 @@ import re
 import torch
 
 from nanochat.common import BadInput, CannotWrite, dtype_name, one_line, print0
+from nanochat.gpt import check_layers
 from nanochat.hf.decoder import ROPE, Decoder, DecoderConfig
 from nanochat.storage.files import check_writable, look_for_hub, read_json, reading, whole_folder, write_json
 from nanochat.weights import allocate
@@ -115,6 +116,7 @@ def config_of(given: dict) -> DecoderConfig:
         norm_eps=value_of(given, "rms_norm_eps", float, 1e-6), rope_theta=theta, rope_scaling=scaling,
         qkv_bias=kind == "qwen2" or flag("attention_bias"), out_bias=kind != "qwen2" and flag("attention_bias"),
         mlp_bias=kind == "llama" and flag("mlp_bias"), qk_norm=kind == "qwen3", tied=flag("tie_word_embeddings"))
+    check_layers("num_hidden_layers", config.n_layer)
     if config.head_dim % 2 or heads % config.n_kv_head:
         raise ValueError(f"{heads} heads of {config.head_dim} and {config.n_kv_head} key/value heads: "
                          f"need an even head size, and heads a multiple of the key/value heads")

@@ -24,7 +24,7 @@ import sys
 from difflib import get_close_matches
 from types import ModuleType
 
-from nanochat.common import BadInput, takes
+from nanochat.common import BadInput, check_defaults, takes
 from nanochat.rl.learn.roles import RoleSpec, short_name, trained_roles
 from nanochat.rl.run.flags import add_role_args, ask, blame
 
@@ -107,6 +107,7 @@ def run_file(name: str, text: str) -> ModuleType:
         exec(compile(text, name, "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
         raise BadInput(f"--recipe {name}: {blame(error, name)}") from None
+    check_defaults()
     return module
 
 

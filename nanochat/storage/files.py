@@ -22,9 +22,11 @@ HUB_SECONDS = 5.0  # until a hub that does not answer is taken for not there
 STAGE_FOLDERS = {"base": "base_checkpoints", "sft": "chatsft_checkpoints", "rl": "chatrl_checkpoints"}
 
 
+@functools.cache
 def base_dir() -> str:
-    """Where tokenizer, checkpoints and runs live: $NANOCHAT_BASE_DIR or ~/.cache/nanochat."""
-    return os.path.expanduser(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat")
+    """Where tokenizer, checkpoints and runs live: $NANOCHAT_BASE_DIR or ~/.cache/nanochat. Read once: a run whose
+    recipe changes the environment, or its folder, still has all in one place."""
+    return os.path.abspath(os.path.expanduser(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat"))
 
 
 def path_of(kind: str, *names: str) -> str:

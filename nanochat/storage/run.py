@@ -41,12 +41,21 @@ class Run:
     wandb: object = None
     wants_events: bool = False  # --tensorboard
     events: object = None  # rank 0's writer of event files, from trim on
+    is_forked: bool = False
     stop_signal: bool = False
     resumed_from: int | None = None  # the step that this process goes on from, whose checkpoint is not removed
     started: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         self.writer = Writer(self.device)
+        os.register_at_fork(after_in_child=self.leave)
+
+    def leave(self) -> None:
+        """In a forked child: the run, and its lock, are the parent's; a child that stays would hold it."""
+        self.is_forked = True
+        if self.lock:
+            self.lock.close()
+            self.lock = None
 
     def on_signal(self, *_) -> None:
         self.stop_signal = True
@@ -76,8 +85,11 @@ class Run:
                 self.add_events([record])
 
     def keep_lock(self) -> None:
-        """Takes the run's lock again where its file was removed. Raises BadInput where another process has it by
-        now."""
+        """Takes the run's lock again where its file was removed. Raises BadInput where another process has it by now,
+        and in a forked child."""
+        if self.is_forked:
+            raise BadInput(f"{self.folder}: a forked process went on with this run, which is its parent's: it must end "
+                           f"by itself, as with os._exit")
         path = os.path.join(self.folder, "lock")
         is_there = os.path.exists(path) and self.lock and os.path.samestat(os.stat(path), os.fstat(self.lock.fileno()))
         if self.lock and not is_there and os.path.isdir(self.folder):

@@ -4,9 +4,11 @@ Reward sources: what happened -> sparse (token, value) rewards; and the class we
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Real
 
 import torch
 
+from nanochat.common import BadInput, described
 from nanochat.rl.credit.advantages import SparseRewards, alone
 from nanochat.rl.records.rollouts import grouped
 
@@ -14,13 +16,27 @@ EM_ROUNDS = 10
 # What is believed of verdicts without any data, and as how many observations that counts in every estimate. Luck weighs
 # much: a right answer after a blamed step is either lucky or blamed wrongly, and outcomes alone hardly tell which.
 TRUST_BEFORE = [(0.9, 10), (0.4, 10), (0.1, 300)]
+MOST_REWARD = 1e15  # whose square, summed over a batch, is still a float32
 FORMAT_PENALTY = 0.25  # taken off the format reward for each unmet criterion
 
 
+def checked_rewards(rewards: list[float | None], whose: str = "") -> list[float | None]:
+    """Rewards as floats, of numbers, torch's and numpy's among them. Raises BadInput for what no advantage can be made
+    of. whose: of which role they are, for the message."""
+    found = [r.item() if getattr(r, "ndim", None) == 0 else r for r in rewards]
+    for reward in found:
+        if reward is not None and not (isinstance(reward, Real) and abs(reward) <= MOST_REWARD):
+            raise BadInput(f"a reward{whose} is {described(reward)}: it must be a number from -{MOST_REWARD:g} to "
+                           f"{MOST_REWARD:g}, or None where it cannot be told")
+    return [None if reward is None else float(reward) for reward in found]
+
+
 def terminal_rewards(values: list[float | None], lengths: torch.Tensor, negative_weight: float = 1.0) -> SparseRewards:
-    """One reward per rollout at its last token, as Tango eq. 2 gives it for the answer; None abstains."""
+    """One reward per rollout at its last token, as Tango eq. 2 gives it for the answer; None abstains. Raises as
+    checked_rewards does."""
+    values = checked_rewards(values)
     valid = torch.tensor([v is not None for v in values], dtype=torch.bool)[:, None]
-    filled = torch.tensor([0.0 if v is None else float(v) for v in values])[:, None]
+    filled = torch.tensor([0.0 if v is None else v for v in values])[:, None]
     return SparseRewards(filled.to(lengths.device), (lengths - 1).clamp(min=0)[:, None], valid.to(lengths.device),
                          negative_weight=negative_weight)
 

@@ -44,6 +44,7 @@ def score(model, batch: MicroBatch, temperature: float) -> torch.Tensor:
     return logprobs
 
 
+@torch.enable_grad()  # a recipe may have left it off
 def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float, max_grad_norm: float,
            temperature: float, device, check_stop=lambda: None, breaks_off=lambda: False) -> dict:
     """One optimizer step on all micro-batches of all ranks; returns its metrics.

@@ -1,16 +1,14 @@
 """
 What a step says of itself in metrics.jsonl and rollouts.jsonl. Nothing here changes what is learned.
 """
-import math
 from functools import partial
 from itertools import zip_longest
 from statistics import pstdev, variance
 
 import torch
 
-from nanochat.common import BadInput
 from nanochat.rl.credit.advantages import SparseRewards
-from nanochat.rl.credit.rewards import terminal_rewards
+from nanochat.rl.credit.rewards import checked_rewards, terminal_rewards
 from nanochat.rl.measure.scores import judgments, ranking_reversed, step_sums, verdict_row, verdict_scores
 from nanochat.rl.measure.voting import auroc
 from nanochat.rl.play.play import Play
@@ -39,15 +37,14 @@ def observe(t: Play, role: str, solutions: Rollouts, rewards: list[float | None]
 
 def log_rewards(t: Play, role: str, rollouts: Rollouts, rewards: list[float | None]) -> None:
     """Logs the rewards (None = not scorable), their spread within groups, the share of groups without signal, and what
-    the completions look like. rollouts.jsonl shows the rewards too."""
-    if any(reward is not None and math.isnan(reward) for reward in rewards):
-        raise BadInput(f"a reward of the {role} is nan; one that cannot be told is None")
-    rollouts.columns["reward"] = [None if reward is None else float(reward) for reward in rewards]
-    groups = grouped(rollouts.group_id.tolist(), rollouts.columns["reward"])
+    the completions look like. rollouts.jsonl shows the rewards too. Raises as checked_rewards does."""
+    rollouts.columns["reward"] = rewards = checked_rewards(rewards, f" of the {role}")
+    groups = grouped(rollouts.group_id.tolist(), rewards)
     num_rollouts = t.reduce(torch.tensor(len(rewards), device=t.device)).item()
     t.log(role, {"num_rollouts": num_rollouts} | t.mean({
         "reward": rewards, "reward_std": [pstdev(g) for g in groups.values() if g],
-        "frac_reward_zero_std": [len(set(g)) < 2 for g in groups.values()],
+        # as float32, which advantages are: 1e8 and 1e8 + 1 are equal
+        "frac_reward_zero_std": [len(set(torch.tensor(g, dtype=torch.float32).tolist())) < 2 for g in groups.values()],
         "completions/mean_length": rollouts.lengths.tolist(),
         "completions/clipped_ratio": (~rollouts.stopped).tolist(),
         **{f"uncounted/{reason}": [found == reason for found in rollouts.columns["uncounted"]]

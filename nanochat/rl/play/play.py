@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from nanochat.cli import MOST
-from nanochat.common import BadInput, all_reduce, gather_lists, mean_over_ranks, print0
+from nanochat.common import BadInput, all_reduce, check_defaults, described, gather_lists, mean_over_ranks, print0
 from nanochat.engine import Tool
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.credit.advantages import PRESETS, source_advantages
@@ -356,7 +356,7 @@ class Play:
         """Adds to the step's record in metrics.jsonl, under the role's prefix."""
         for name, value in values.items():
             if not (is_number(value) or isinstance(value, str)):
-                raise BadInput(f"{name} of the {role or 'step'} is a {described(value)}: numbers and texts are logged")
+                raise BadInput(f"{name} of the {role or 'step'} is {described(value)}: numbers and texts are logged")
         if role is not None and role not in self.roles:
             raise BadInput(f"metrics of a role {role!r}: there are {', '.join(self.roles)}")
         if role is None:
@@ -375,7 +375,9 @@ class Play:
         self.seconds[f"timing_s/{name}"] = self.seconds.get(f"timing_s/{name}", 0.0) + time.time() - started
 
     def check_stop(self) -> None:
-        """Stops the run on all ranks if any was told to, unless an update of this step was made."""
+        """Stops the run on all ranks if any was told to, unless an update of this step was made. Raises BadInput where
+        the recipe has changed torch's defaults."""
+        check_defaults()
         if not self.has_moved:
             self.run.check_stop()
 
@@ -406,8 +408,3 @@ def ids_of(parameters) -> set[int]:
 def is_number(value) -> bool:
     """Whether a value can be logged as a number: None, where it cannot be told, is one."""
     return value is None or isinstance(value, float) or isinstance(value, int) and abs(value) <= MOST
-
-
-def described(value) -> str:
-    """What a value is that is no number."""
-    return f"number of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__

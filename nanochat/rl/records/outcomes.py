@@ -6,8 +6,9 @@ import random
 import zlib
 from functools import partial
 from itertools import chain
+from numbers import Real
 
-from nanochat.common import BadInput, in_threads
+from nanochat.common import BadInput, described, in_threads
 from tasks.common import SPLIT_BUCKETS, check_problem, demo_of, is_last_number
 
 ENDLESS = 400  # problems that stand for all of a task that makes its own
@@ -98,8 +99,9 @@ def scores_of(task, problems: list, texts: list[str], outcomes: list[bool | None
         return outcomes
     rows = zip(problems, texts, outcomes, strict=True)
     scores = [None if outcome is None else task.score(problem, text) for problem, text, outcome in rows]
-    if bad := [score for score in scores if score is not None and not 0 <= score <= 1]:
-        raise BadInput(f"task {task.name}: score() gives {str(bad[0])[:80]}, not a number from 0 to 1")
+    for score in scores:
+        if score is not None and not (isinstance(score, Real) and 0 <= score <= 1):
+            raise BadInput(f"task {task.name}: score() gives {described(score)}, not a number from 0 to 1")
     return scores
 
 

@@ -37,6 +37,15 @@ def warn_of_no_signal(t: Play, record: dict) -> None:
                          f"there: does the task's check() give None, or can no judgment be read?")
 
 
+def warn_of_apart(t: Play, record: dict) -> None:
+    """Says, once, that sampler and trainer were further apart in a step than a role's dtype explains."""
+    for role in t.roles:
+        if record.get(f"{short_name(role)}/rollout_apart"):
+            warn_once(t, f"the {role}'s sampler and trainer differ by more than "
+                         f"{dtype_name(t.roles[role].model.compute_dtype)} explains (rollout_logprobs_diff_max): "
+                         f"{APART_BY}")
+
+
 def print_step(record: dict, roles: list[str], shown: dict[str, list[str]], seconds_left: float) -> None:
     """One line per step, with a part for each role that was updated. shown: metrics that the recipe adds to it, by
     role; all of them stand after `no update`, where there was nothing to learn from."""
@@ -82,6 +91,7 @@ def logprob_gap(t: Play, role: str) -> float:
     return torch.cat(gaps).abs().max().item()
 
 
+APART_BY = "it is likely sampled from other weights, or what was sampled was changed after it"
 # Largest difference of logprobs that two ways to add up the same numbers may have. bf16 logits of 16 to 32 are spaced
 # .125: each of the two logits that make a logprob may be off by half of that, in either of the two ways.
 LARGEST_GAP = {torch.float32: 0.1, torch.bfloat16: 0.5}
@@ -99,7 +109,7 @@ def count_apart(t: Play, roles: list[str], record: dict) -> dict:
     for role in roles:
         gap = record.get(f"{short_name(role)}/rollout_logprobs_diff_max")
         if gap is not None:
-            in_a_row[role] = in_a_row.get(role, 0) + 1 if gap > largest_gap(t.roles[role].model) else 0
+            in_a_row[role] = 0 if gap <= largest_gap(t.roles[role].model) else in_a_row.get(role, 0) + 1  # nan too
         counted[f"{short_name(role)}/rollout_apart"] = None if gap is None else in_a_row[role]
     return counted
 
@@ -111,7 +121,7 @@ def check_apart(t: Play, record: dict) -> None:
             model, gap = t.roles[role].model, record[f"{short_name(role)}/rollout_logprobs_diff_max"]
             raise Diverged(f"step {record['step']}: three times in a row the {role}'s sampler and trainer differed by "
                            f"more than {dtype_name(model.compute_dtype)} explains (now by {gap:.3g} in a token's "
-                           f"logprob, where {largest_gap(model)} is the most): it is likely sampled from other weights")
+                           f"logprob, where {largest_gap(model)} is the most): {APART_BY}")
 
 
 def health_check(t: Play, role: str) -> list[str]:
@@ -158,6 +168,6 @@ def health_warnings(sampled: dict, judged: dict, gap: float, dtype: torch.dtype,
     if (judged.get("wrong_steps_passed") or 0) > 0.5:
         warnings.append("the verifier passes over half of the wrong steps: a generator learns to write what it passes; "
                         "train its SFT longer, or on solutions with more mistakes")
-    if gap > LARGEST_GAP.get(dtype, 0.1):
+    if not gap <= LARGEST_GAP.get(dtype, 0.1):  # nan too
         warnings.append("sampler and trainer disagree on logprobs: check --top-k, --temperature and dtypes")
     return warnings

@@ -8,14 +8,15 @@ from contextlib import contextmanager
 
 import torch
 
-from nanochat.common import BadInput, Diverged, finite, print0, process_size
+from nanochat.common import BadInput, Diverged, described, finite, print0, process_size
 from nanochat.rl.learn.roles import short_name
 from nanochat.rl.learn.state import check_memory
 from nanochat.rl.measure.theory import theory_scores
-from nanochat.rl.play.play import Play, Update, described, is_number, warn_once
+from nanochat.rl.play.play import Play, Update, is_number, warn_once
 from nanochat.rl.play.updates import apply_update
 from nanochat.rl.report.page import write_run_page
-from nanochat.rl.run.progress import check_apart, count_apart, health_check, print_step, warn_of_no_signal
+from nanochat.rl.run.progress import (check_apart, count_apart, health_check, print_step, warn_of_apart,
+                                      warn_of_no_signal)
 from nanochat.rl.run.rollout_log import example_records, rollout_records
 from nanochat.weights import check_weights
 
@@ -77,6 +78,7 @@ def finish_step(t: Play, recipe, counted: str, before, scores: dict, updated: li
         for rollout in rollout_records(t, update):
             t.run.append("rollouts.jsonl", {"step": record["step"], **rollout})
     warn_of_no_signal(t, record)
+    warn_of_apart(t, record)
     print_step(record, roles, getattr(recipe, "SHOWN", {}), seconds_left(t))
     if scores:
         show_page(t, f"under way, after step {t.step}")
@@ -141,7 +143,7 @@ def held_out(t: Play, recipe) -> dict:
     t.check_names(scores)
     for name, value in scores.items():
         if not isinstance(name, str) or not is_number(value):
-            raise BadInput(f"--recipe {t.args.recipe}: evaluate gives {name!r} as a {described(value)}: scores are "
+            raise BadInput(f"--recipe {t.args.recipe}: evaluate gives {name!r} as {described(value)}: scores are "
                            f"numbers or None, by name")
         if value is not None and not math.isfinite(value):
             warn_once(t, f"evaluate gives {name} as {value}, which is logged as null; one that cannot be told is None")

@@ -108,6 +108,13 @@ def other_demo(task, tokenizer, kind: str, problem, rng: random.Random) -> tuple
     return quoting_prompt(tokenizer, task.fmt, problem.prompt, DEMOS[kind], **quoted), completion
 
 
+def num_bytes(messages: list[dict]) -> int:
+    """The size of what a conversation says, in UTF-8."""
+    texts = [part["text"] for message in messages for part in (
+        [{"text": message["content"]}] if isinstance(message["content"], str) else message["content"])]
+    return sum(len(text.encode(errors="replace")) for text in texts)
+
+
 class Examples:
     """Example i, for any i: a conversation or a demonstration, at even distances by --conversations-share. sampled:
     solutions that the verifier's demonstrations judge beside corrupted ones."""
@@ -119,7 +126,9 @@ class Examples:
         self.conversations = load_conversations(args.conversations) if args.conversations else []
         self.share = args.conversations_share if self.conversations else 0.0
         self.row = shuffled(len(self.conversations), args.seed)
-        self.names = " ".join(args.conversations)
+        self.names, self.too_long = " ".join(args.conversations), set()  # rows, each of which is looked at once
+        # a token stands for so many bytes at most
+        self.longest = max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)) if self.share else 0
         # all of a finite task; a verifier's would all be graded
         num_all = task.num_problems("sft") if args.role != "verifier" and hasattr(task, "num_problems") else 0
         num_all *= 1 + (args.role == "both")
@@ -142,5 +151,16 @@ class Examples:
         num_before = math.floor(index * self.share)
         if math.floor((index + 1) * self.share) == num_before:
             return self.demonstration(index - num_before)
-        ids, mask = self.tokenizer.render_conversation(self.conversations[self.row(num_before)], None)
-        return (ids, mask) if len(ids) <= self.context else None
+        return self.conversation(self.row(num_before))
+
+    def conversation(self, row: int) -> tuple[list[int], list[int]] | None:
+        """Ids and loss mask of a conversation, None for one longer than the context. One that is, is encoded once, or
+        never, where it would be with the longest of tokens: that of 10 MB takes seconds."""
+        if row not in self.too_long:
+            messages = self.conversations[row]
+            if num_bytes(messages) <= self.longest * self.context:
+                ids, mask = self.tokenizer.render_conversation(messages, None)
+                if len(ids) <= self.context:
+                    return ids, mask
+            self.too_long.add(row)
+        return None
