@@ -264,7 +264,10 @@ def flag_defaults(parser) -> dict:
 
 def check_unchanged(what: str, before: dict, args, may_change: set[str], defaults: dict) -> list[str]:
     """Raises BadInput for the first flag that differs from what a run or checkpoint was made with; the allowed changes,
-    in words. A flag that did not exist then counts as its default; --tensorboard may always change."""
+    in words. A flag that did not exist then counts as its default; --tensorboard may always change. --keep stays what
+    it was unless it is given: what was kept is not removed without asking."""
+    if "keep" not in getattr(args, "explicit", {"keep"}):
+        args.keep = before.get("keep", 0)
     before = defaults | before
     changed = {name: value for name, value in vars(args).items() if before.get(name) != value}
     for name, value in changed.items():

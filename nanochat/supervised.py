@@ -11,12 +11,13 @@ import os
 import re
 
 from nanochat.checkpoint import (drop_old_sets, list_steps, load_file, load_meta, restore_optimizer, save_atomic,
-                                 save_meta, saying_what_is_whole, steps_started_from)
+                                 save_meta, saying_what_is_whole, spared_steps)
 from nanochat.cli import at_least, check_unchanged, in_words
 from nanochat.common import BadInput, CannotWrite, Diverged, StopRequested, dtype_name, rank_and_world
+from nanochat.engine import generate, row_key
 from nanochat.storage.files import check_writable, path_of
 from nanochat.storage.run import add_keep_arg, describe_versions, look_at, start_run, uses_wandb
-from nanochat.weights import check_weights, is_sharded, local_optimizer_state, whole_state
+from nanochat.weights import check_weights, is_sharded, local_optimizer_state, refresh, whole_state
 
 
 def add_checkpoint_args(parser, may_change: set[str]) -> None:
@@ -55,7 +56,7 @@ def save_training(t, state: dict, meta: dict, *, per_rank: bool) -> None:
         def mark(_) -> None:
             if rank == 0:
                 save_meta(t.stage, t.tag, step, t.model, meta)
-                spared = {run.resumed_from} | steps_started_from(t.stage, [t.tag])
+                spared = spared_steps(run, t.args.resume_from_step, t.stage, [t.tag])
                 drop_old_sets(run, os.path.join(folder, "meta_{}.json"), [folder], t.args.keep, step, spared)
         run.writer.start(write, mark)
 
@@ -126,6 +127,15 @@ def check_skipped(state: dict) -> None:
     if state["skipped"] == 3:
         raise Diverged(f"step {state['step'] - 1}: loss or gradient was not finite three times in a row; lower the "
                        f"learning rates")
+
+
+def greedy_texts(model, tokenizer, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
+    """What the model writes after each prompt, likeliest token by likeliest token. A collective where it is sharded."""
+    refresh(model)
+    out = generate(model, prompts, 1, max_new_tokens=max_new_tokens, stop_tokens=tokenizer.stop_tokens,
+                   keys=[row_key(i) for i in range(len(prompts))], temperature=0)
+    rows = zip(out.tokens.tolist(), out.lengths.tolist(), strict=True)
+    return [tokenizer.decode(row[:length]) for row, length in rows]
 
 
 @contextlib.contextmanager
