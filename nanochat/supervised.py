@@ -12,8 +12,8 @@ import re
 
 from nanochat.checkpoint import (drop_old_sets, list_steps, load_file, load_meta, restore_optimizer, save_atomic,
                                  save_meta, saying_what_is_whole, spared_steps)
-from nanochat.cli import at_least, check_unchanged, in_words
-from nanochat.common import BadInput, CannotWrite, Diverged, StopRequested, dtype_name, rank_and_world
+from nanochat.cli import at_least, check_unchanged, continuing, in_words
+from nanochat.common import BadInput, CannotWrite, Diverged, StopRequested, dtype_name, print0, rank_and_world
 from nanochat.engine import generate, row_key
 from nanochat.storage.files import check_writable, path_of
 from nanochat.storage.run import add_keep_arg, describe_versions, look_at, start_run, uses_wandb
@@ -87,10 +87,12 @@ def resumable_steps(stage: str, tag: str) -> list[int]:
             if os.path.exists(path_of(stage, tag, f"train_{step:06d}_rank0.pt"))]
 
 
-def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict) -> tuple[int | None, dict[str, int]]:
-    """The step that --resume-from-step means, None for a fresh start; what was seen of the folder before (run.look_at).
-    args must be those of the checkpoint's meta but for may_change; defaults are of flags that it may not know. Raises
-    BadInput for what cannot be continued, or not be written."""
+def resume_step(stage: str, tag: str, args, may_change: set[str],
+                defaults: dict) -> tuple[int | None, dict[str, int], str]:
+    """The step that --resume-from-step means, None for a fresh start; what was seen of the folder before (run.look_at);
+    and what is to be said of it once nothing is refused any more. args must be those of the checkpoint's meta but for
+    may_change; defaults are of flags that it may not know. Raises BadInput for what cannot be continued, or not be
+    written."""
     uses_wandb(args.run)
     wanted, folder = args.resume_from_step, path_of(stage, tag)
     check_writable(folder)
@@ -100,7 +102,7 @@ def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict
         raise BadInput(f"{folder} holds a model, of step {saved[-1]}: take another tag"
                        + ", or continue it with --resume-from-step auto" * bool(steps))
     if wanted == "-1" or wanted == "auto" and not saved:
-        return None, seen
+        return None, seen, ""
     if wanted == "auto" and not steps:  # a model that is not finished is refused later
         steps = saved
     if wanted != "auto" and not re.fullmatch("[0-9]{1,18}", wanted):
@@ -110,15 +112,19 @@ def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict
         raise BadInput(f"{folder} has no step {step} to continue from; there are: "
                        f"{', '.join(map(str, steps)) or 'none'}")
     meta, _ = load_meta(path_of(stage, tag, f"meta_{step:06d}.json"))
-    check_unchanged(folder, meta["user_config"], args, may_change, defaults)
-    return step, seen
+    changed = [words for words in check_unchanged(folder, meta["user_config"], args, may_change, defaults)
+               if not words.startswith("--resume-from-step ")]
+    return step, seen, continuing(folder, step, changed, args, defaults)
 
 
-def begin_run(t, device, seen: dict[str, int], resumed: int | None) -> None:
-    """Opens the run of a training at its step. seen, and what is refused: as in start_run."""
+def begin_run(t, device, seen: dict[str, int], resumed: int | None, said: str) -> None:
+    """Opens the run of a training at its step, and says what resume_step has to say. seen, and what is refused: as in
+    start_run."""
     t.run = start_run(t.args, device, {"args": vars(t.args), "world": rank_and_world()[1], **describe_versions()}, seen,
                       resumed is not None, path_of(t.stage, t.tag))
     t.run.resumed_from = resumed
+    if said:
+        print0(said)
     t.run.trim("metrics.jsonl", t.state["step"])
 
 

@@ -287,7 +287,7 @@ def prepare(args) -> Pretraining | None:
     config = config_of(args, tokenizer.vocab_size)
     # the same text may be in another folder now; of a hub's there is the name alone
     moved = set() if is_hub_name(args.data) or is_hub_name(val_sources) else {"data", "val_data"}
-    resumed, seen = resume_step("base", tag, args, MAY_CHANGE | moved, flag_defaults(make_parser()))
+    resumed, seen, said = resume_step("base", tag, args, MAY_CHANGE | moved, flag_defaults(make_parser()))
     texts = [mark_files(train_sources), mark_files(val_sources)]
     for sources in (train_sources, val_sources):  # bad text shows before anything is written
         PackedBatches(Documents(sources, rank, world), tokenizer, 1, args.sequence_len + 1).next_batch()
@@ -314,7 +314,7 @@ def prepare(args) -> Pretraining | None:
            f"{rules['num_steps']} steps of {rules['batch']:,} tokens ({num_tokens / rules['weights']:.1f} per weight), "
            f"{num_tokens * flops_per_token(model):.2e} FLOPs, learning rates x {rules['lr_factor']:.4f}, weight decay "
            f"{rules['weight_decay']:.4f}, {world} x {device}, {model.compute_dtype}")
-    begin_run(t, device, seen, resumed)
+    begin_run(t, device, seen, resumed, said)
     return t
 
 

@@ -358,7 +358,7 @@ def prepare(args) -> Training | None:
     check_args(args, task, rank_and_world()[1])
     tag = resolve_tags(args)
     tokenizer = load_tokenizer(path_of("tokenizer"))
-    resumed, seen = resume_step("sft", tag, args, MAY_CHANGE, flag_defaults(make_parser()))
+    resumed, seen, said = resume_step("sft", tag, args, MAY_CHANGE, flag_defaults(make_parser()))
     device = init_device(args.device_type)
     model = (start_model(args, tokenizer, device) if resumed is None
              else load_model("sft", tag, device, None, resumed, args.shard)[0])
@@ -392,7 +392,7 @@ def prepare(args) -> Training | None:
                f"{args.max_new_tokens} that solutions are given: it cannot write the like")
     print0(f"SFT of the {args.role}{f' after step {resumed}' if resumed else ''}: {model.config}, "
            f"{sum(p.numel() for p in t.parameters):,} parameters trained, {device}, {model.compute_dtype}")
-    begin_run(t, device, seen, resumed)
+    begin_run(t, device, seen, resumed, said)
     return t
 
 

@@ -365,6 +365,9 @@ def test_checkpoints_on_the_way_and_a_finished_run(base, capsys):
     assert list_steps("sft", "a") == [2, 4, 6]
     whole = weights("a")
     train("--model-tag", "a", "--resume-from-step", "2")
+    out = capsys.readouterr().out
+    assert f"continuing {base / 'chatsft_checkpoints' / 'a'} after step 2 with --save-every 2 -> -1\nits flags: " in out
+    assert " --chain-modulus 3 " in out and " --role generator --model-tag a " in out and "--matrix-lr" not in out
     assert equal(weights("a"), whole)
     train("--model-tag", "a", "--resume-from-step", "auto")
     assert "is finished at step 6" in capsys.readouterr().out
