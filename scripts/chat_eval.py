@@ -148,8 +148,9 @@ def hint_of(scores: dict[str, float], n: int) -> str:
     unread = scores["unread"] / max(1, n * scores["problems"])
     if scores["pass@1"] > 0.02 or unread < 0.5 and scores.get("lenient", 0.0) < 0.05 + scores["pass@1"]:
         return ""
+    cut = f"; {100 - 100 * scores['ended']:.0f}% were cut, which -m may spare" if scores["ended"] < 0.9 else ""
     return (f"pass@1 asks for the task's form, and in {100 * unread:.0f}% of the samples no answer can be read: SFT "
-            f"teaches the form (scripts.chat_sft --role generator); --show 3 shows what is written")
+            f"teaches the form (scripts.chat_sft --role generator){cut}; --show 3 shows what is written")
 
 
 def print_shown(number: int, outcome: bool | None, prompt: str, completion: str, read: str | None, gold: str) -> None:
