@@ -19,6 +19,7 @@ from nanochat.cli import script_main
 from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.rl.records.prompts import generator_prompt
+from nanochat.rl.report.report import check_finished
 from nanochat.storage.files import path_of
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_sft, tok_train
@@ -30,7 +31,7 @@ from tasks.formats import COMPACT
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = [*TASK_FLAGS, "--device-type", "cpu", "--depth", "1", "--n-embd", "32", "--n-head", "2", "--sequence-len",
          "128", "--examples-per-step", "8", "--max-new-tokens", "28", "--num-sampled", "16", "--num-steps", "6",
-         "--keep", "0"]
+         "--keep", "0", "--eval-examples", "4"]
 CHATS = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
          {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "12/60?"},
                        {"role": "assistant", "content": [
@@ -420,6 +421,8 @@ def test_a_named_run_has_its_logs_in_a_folder_of_its_own_which_no_other_run_take
         train("--model-tag", "b", "--run", "r")
     with pytest.raises(BadInput, match="--run r: .*r has the logs of chatsft_checkpoints/a: take another name"):
         train_by_rl("--recipe", "grpo", "--run", "r", "--resume-from-step", "auto")
+    with pytest.raises(BadInput, match="r: has the log of SFT or pretraining; there are reports of RL alone"):
+        check_finished(str(base / "runs" / "r"))
 
 
 def test_two_ranks_go_on_from_one(base):
