@@ -309,7 +309,7 @@ def restore_optimizer(optimizer, saved: dict, path: str) -> None:
             raise BadInput(f"{path} does not fit: it was made for parameters of other shapes")
 
 
-def drop_old_sets(run, mark: str, folders: list[str], keep: int, newest: int, spared: set[int | None]) -> None:
+def drop_old_sets(run, mark: str, folders: list[str], keep: int, newest: int, spared: set[int]) -> None:
     """Of a run's sets up to its newest, which is whole on the disk, removes all but the last `keep` and those that are
     spared; 0 keeps all. mark: path of the file that makes a set count, with {} for the step's digits; folders: where
     the set's other files are. Files that cannot be removed are told, counted in the log, and tried again after the
@@ -349,15 +349,28 @@ def drop_old_sets(run, mark: str, folders: list[str], keep: int, newest: int, sp
                f"{left[0].strerror}")
 
 
-def steps_started_from(stage: str, tags: list[str]) -> set[int]:
-    """Steps of these tags that co-training runs started from, which they need to go on."""
-    found, folder = set(), path_of("runs")
+def spared_steps(run, resume_from_step: str, stage: str, tags: list[str]) -> set[int]:
+    """Steps of these tags that are not removed as old: the one that this start was told by its number to go on from,
+    and those that co-training runs started from, which they need to go on."""
+    found, folder = set() if resume_from_step == "auto" else {run.resumed_from} - {None}, path_of("runs")
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
         with (contextlib.suppress(OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError),
               open(os.path.join(folder, name, "config.json"), encoding="utf-8") as f):
             found |= {start["step"] for start in json.load(f)["starts"].values()
                       if start["tag"] in tags and start.get("source", "sft") == stage}
     return found
+
+
+def describe_disk(folders: list[str]) -> str:
+    """In words, a line each, how much lies in these folders, and the steps of their models."""
+    lines = []
+    for folder in folders:
+        with os.scandir(folder) as files:
+            size = sum(file.stat().st_size for file in files if file.is_file())
+        steps = ", ".join(map(str, steps_in(folder, r"model_(\d+)\.pt")))
+        amount = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+        lines.append(f"on disk: {amount} in {folder}" + f" (step {steps})" * bool(steps))
+    return "\n".join(lines)
 
 
 @contextlib.contextmanager

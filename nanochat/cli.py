@@ -11,10 +11,12 @@ import io
 import math
 import os
 import re
+import shlex
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 
 import torch.distributed as dist
 
@@ -23,6 +25,39 @@ from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, is_
 
 MOST = 10 ** 18  # of an integer flag: twice as many are still 64 bits
 WIDEST = 1e30    # of a float flag: what is made of it is still a float32
+
+
+# What flags of TRL, transformers and verl are called here, or what stands in their place: the first text is shown whose
+# first flag the script has.
+OTHER_NAMES = {
+    "--learning-rate": ["--lr", "--embedding-lr, and of matrices --matrix-lr"],
+    "--lr-scheduler-type": ["--lr-schedule"],
+    "--warmup-steps": ["--warmup-ratio"],
+    "--lr-warmup-steps": ["--warmup-ratio"],
+    "--per-device-train-batch-size": ["--examples-per-step, of all ranks together", "--device-batch-size"],
+    "--gradient-accumulation-steps": [
+        "--examples-per-step is the whole batch, of which --micro-batch-tokens go through the model at once",
+        "--total-batch-size is the whole batch, of which --device-batch-size rows go through the model at once"],
+    "--gradient-checkpointing": ["--recompute"],
+    "--num-train-epochs": ["--num-steps; a pass over N problems takes N / --examples-per-step", "--num-iterations"],
+    "--max-steps": ["--num-steps", "--num-iterations"],
+    "--num-generations": ["--num-samples"],
+    "--max-completion-length": ["--max-new-tokens"],
+    "--max-response-length": ["--max-new-tokens"],
+    "--max-prompt-length": ["a prompt is not cut: it is refused where --max-new-tokens do not fit after it"],
+    "--stop": ["a completion ends with the tokenizer's end of turn, or after --max-new-tokens"],
+    "--beta": ["--kl-coef"],
+    "--epsilon": ["--clip-low and --clip-high"],
+    "--loss-type": ["--loss, --advantage and --aggregation"],
+    "--output-dir": ["--run is the name, and NANOCHAT_BASE_DIR the folder of all"],
+    "--logging-steps": ["each step is in the log of --run, metrics.jsonl"],
+    "--report-to": ["--tensorboard; wandb where --run is given"],
+    "--save-steps": ["--save-every"],
+    "--save-total-limit": ["--keep"],
+    "--eval-steps": ["--eval-every"],
+    "--model-name-or-path": ["--from-tag, of a model that scripts.hf_import has read",
+                             "--model-tag, of a model that scripts.hf_import has read"],
+}
 
 
 def script_main(main, parser, argv: list[str] | None = None, is_shown: bool = False) -> None:
@@ -41,7 +76,8 @@ def script_main(main, parser, argv: list[str] | None = None, is_shown: bool = Fa
         check_one_copy(getattr(sys.modules["__main__"], "__file__", None) or "")
         check_text(argv)
         parser = parser(argv) if callable(parser) else parser
-        parser.error = functools.partial(refuse, getattr(parser, "explain", str))  # one line instead of the usage
+        explain = functools.partial(explain_unknown_flag, known=list(parser._option_string_actions))
+        parser.error = functools.partial(refuse, getattr(parser, "explain", explain))  # one line instead of the usage
         main(parse_flags(parser, argv))
         code = int(is_shown and getattr(sys.stdout, "name", "") == os.devnull)  # print0 put it there
     except BadInput as error:
@@ -159,6 +195,33 @@ def refuse(explain, message: str) -> None:
     raise BadInput(explain(re.sub(r"^argument (\S+): (.*?): must be", r"\1 \2: must be", message)))
 
 
+def flags_in(message: str) -> list[str]:
+    """The flags that a text names, such as argparse's complaint."""
+    return [re.split("[=,;]", word)[0] for word in message.split() if word.startswith("--")]
+
+
+def explain_unknown_flag(message: str, known: list[str]) -> str:
+    """argparse's complaint, with hints where flags are unknown."""
+    hints = hints_of(flags_in(message), known) if message.startswith("unrecognized") else []
+    return "; ".join([message, *hints])
+
+
+def hints_of(flags: list[str], known: list[str]) -> list[str]:
+    """What flags that a script has not got may mean: those of other projects, and known ones that are like them."""
+    hints = []
+    for flag in flags:
+        there = [words for words in OTHER_NAMES.get(flag.replace("_", "-"), []) if flags_in(words)[0] in known]
+        near = [] if there else similar(flag, known)
+        hints += [f"{flag}: here {words}" for words in there[:1]] + [f"did you mean {' or '.join(near)}?"] * bool(near)
+    return hints
+
+
+def similar(flag: str, known: list[str]) -> list[str]:
+    """Known flags that begin with this one, else the one that is most like it."""
+    begin = [other for other in known if flag != "--" and other.startswith(flag)]
+    return begin or get_close_matches(flag, known, 1, cutoff=0.85)
+
+
 class Flags(argparse.Namespace):
     """Parsed flags. explicit: the names of those that the user wrote, which vars() does not have."""
     __slots__ = ("explicit",)
@@ -265,7 +328,10 @@ def flag_defaults(parser) -> dict:
 
 def check_unchanged(what: str, before: dict, args, may_change: set[str], defaults: dict) -> list[str]:
     """Raises BadInput for the first flag that differs from what a run or checkpoint was made with; the allowed changes,
-    in words. A flag that did not exist then counts as its default; --tensorboard may always change."""
+    in words. A flag that did not exist then counts as its default; --tensorboard may always change. --keep stays what
+    it was unless it is given: what was kept is not removed without asking."""
+    if "keep" not in getattr(args, "explicit", {"keep"}):
+        args.keep = before.get("keep", 0)
     before = defaults | before
     changed = {name: value for name, value in vars(args).items() if before.get(name) != value}
     for name, value in changed.items():
@@ -273,6 +339,22 @@ def check_unchanged(what: str, before: dict, args, may_change: set[str], default
             raise BadInput(f"--{name.replace('_', '-')} {value}: {what} was started with {before.get(name)}; "
                            f"a continued run cannot change it")
     return [f"--{name.replace('_', '-')} {before.get(name)} -> {value}" for name, value in changed.items()]
+
+
+def continuing(what: str, step: int, changed: list[str], args, defaults: dict) -> str:
+    """That a run or a checkpoint is gone on with, with what is changed, and the flags that are not the defaults."""
+    said = f"continuing {what} after step {step}" + (f" with {', '.join(changed)}" if changed else "")
+    words = [shown_flag(name, value) for name, value in vars(args).items()
+             if name != "resume_from_step" and value != defaults.get(name)]
+    return f"{said}\nits flags: {' '.join(words) or 'all by default'}"
+
+
+def shown_flag(name: str, value) -> str:
+    """A flag and its value as they stand on a command line."""
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag[2:]}"
+    return " ".join([flag, *(shlex.quote(str(one)) for one in (value if isinstance(value, list) else [value]))])
 
 
 def check_name(flag: str, name: str) -> None:

@@ -166,15 +166,6 @@ def warmup_warmdown(step: int, num_steps: int, warmup_steps: int, warmdown: floa
     return 1.0 if left >= 1 else left + (1 - left) * final
 
 
-def warmup_cosine(step: int, num_steps: int, warmup: float = 0.1, final: float = 0.05) -> float:
-    """Learning-rate factor: linear over the first `warmup` share of the steps, then a cosine from 1 to `final`."""
-    num_warmup = max(1, round(warmup * num_steps))
-    if step < num_warmup:
-        return (step + 1) / num_warmup
-    progress = (step - num_warmup) / max(1, num_steps - num_warmup)
-    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
 def all_reduce_gradients(parameters: list[torch.nn.Parameter]) -> None:
     """Sums gradients over ranks, in one collective. A missing gradient counts as 0, so that all ranks reduce the same
     shape. Those of sharded parameters were summed in the backward pass."""

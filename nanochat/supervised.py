@@ -11,12 +11,13 @@ import os
 import re
 
 from nanochat.checkpoint import (drop_old_sets, list_steps, load_file, load_meta, restore_optimizer, save_atomic,
-                                 save_meta, saying_what_is_whole, steps_started_from)
-from nanochat.cli import at_least, check_unchanged, in_words
-from nanochat.common import BadInput, CannotWrite, Diverged, StopRequested, dtype_name, rank_and_world
+                                 save_meta, saying_what_is_whole, spared_steps)
+from nanochat.cli import at_least, check_unchanged, continuing, in_words
+from nanochat.common import BadInput, CannotWrite, Diverged, StopRequested, dtype_name, print0, rank_and_world
+from nanochat.engine import generate, row_key
 from nanochat.storage.files import check_writable, path_of
 from nanochat.storage.run import add_keep_arg, describe_versions, look_at, start_run, uses_wandb
-from nanochat.weights import check_weights, is_sharded, local_optimizer_state, whole_state
+from nanochat.weights import check_weights, is_sharded, local_optimizer_state, refresh, whole_state
 
 
 def add_checkpoint_args(parser, may_change: set[str]) -> None:
@@ -55,7 +56,7 @@ def save_training(t, state: dict, meta: dict, *, per_rank: bool) -> None:
         def mark(_) -> None:
             if rank == 0:
                 save_meta(t.stage, t.tag, step, t.model, meta)
-                spared = {run.resumed_from} | steps_started_from(t.stage, [t.tag])
+                spared = spared_steps(run, t.args.resume_from_step, t.stage, [t.tag])
                 drop_old_sets(run, os.path.join(folder, "meta_{}.json"), [folder], t.args.keep, step, spared)
         run.writer.start(write, mark)
 
@@ -86,10 +87,12 @@ def resumable_steps(stage: str, tag: str) -> list[int]:
             if os.path.exists(path_of(stage, tag, f"train_{step:06d}_rank0.pt"))]
 
 
-def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict) -> tuple[int | None, dict[str, int]]:
-    """The step that --resume-from-step means, None for a fresh start; what was seen of the folder before (run.look_at).
-    args must be those of the checkpoint's meta but for may_change; defaults are of flags that it may not know. Raises
-    BadInput for what cannot be continued, or not be written."""
+def resume_step(stage: str, tag: str, args, may_change: set[str],
+                defaults: dict) -> tuple[int | None, dict[str, int], str]:
+    """The step that --resume-from-step means, None for a fresh start; what was seen of the folder before (run.look_at);
+    and what is to be said of it once nothing is refused any more. args must be those of the checkpoint's meta but for
+    may_change; defaults are of flags that it may not know. Raises BadInput for what cannot be continued, or not be
+    written."""
     uses_wandb(args.run)
     wanted, folder = args.resume_from_step, path_of(stage, tag)
     check_writable(folder)
@@ -99,7 +102,7 @@ def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict
         raise BadInput(f"{folder} holds a model, of step {saved[-1]}: take another tag"
                        + ", or continue it with --resume-from-step auto" * bool(steps))
     if wanted == "-1" or wanted == "auto" and not saved:
-        return None, seen
+        return None, seen, ""
     if wanted == "auto" and not steps:  # a model that is not finished is refused later
         steps = saved
     if wanted != "auto" and not re.fullmatch("[0-9]{1,18}", wanted):
@@ -109,15 +112,19 @@ def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict
         raise BadInput(f"{folder} has no step {step} to continue from; there are: "
                        f"{', '.join(map(str, steps)) or 'none'}")
     meta, _ = load_meta(path_of(stage, tag, f"meta_{step:06d}.json"))
-    check_unchanged(folder, meta["user_config"], args, may_change, defaults)
-    return step, seen
+    changed = [words for words in check_unchanged(folder, meta["user_config"], args, may_change, defaults)
+               if not words.startswith("--resume-from-step ")]
+    return step, seen, continuing(folder, step, changed, args, defaults)
 
 
-def begin_run(t, device, seen: dict[str, int], resumed: int | None) -> None:
-    """Opens the run of a training at its step. seen, and what is refused: as in start_run."""
+def begin_run(t, device, seen: dict[str, int], resumed: int | None, said: str) -> None:
+    """Opens the run of a training at its step, and says what resume_step has to say. seen, and what is refused: as in
+    start_run."""
     t.run = start_run(t.args, device, {"args": vars(t.args), "world": rank_and_world()[1], **describe_versions()}, seen,
                       resumed is not None, path_of(t.stage, t.tag))
     t.run.resumed_from = resumed
+    if said:
+        print0(said)
     t.run.trim("metrics.jsonl", t.state["step"])
 
 
@@ -126,6 +133,15 @@ def check_skipped(state: dict) -> None:
     if state["skipped"] == 3:
         raise Diverged(f"step {state['step'] - 1}: loss or gradient was not finite three times in a row; lower the "
                        f"learning rates")
+
+
+def greedy_texts(model, tokenizer, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
+    """What the model writes after each prompt, likeliest token by likeliest token. A collective where it is sharded."""
+    refresh(model)
+    out = generate(model, prompts, 1, max_new_tokens=max_new_tokens, stop_tokens=tokenizer.stop_tokens,
+                   keys=[row_key(i) for i in range(len(prompts))], temperature=0)
+    rows = zip(out.tokens.tolist(), out.lengths.tolist(), strict=True)
+    return [tokenizer.decode(row[:length]) for row, length in rows]
 
 
 @contextlib.contextmanager

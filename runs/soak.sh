@@ -11,7 +11,7 @@ source "$(dirname "$0")/setup.sh"
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-cpu}
 export OMP_NUM_THREADS=1 WANDB_MODE=disabled
 FLAGS="--model-tag chain-s0 --seed 0 --device-type cpu --num-steps 2000 --eval-every 50 --kl-coef 0 --warmup-steps 40
-    --verifier-balance --verifier-replay 0.5 --save-every 10"
+    --verifier-balance --verifier-replay 0.5 --save-every 10 --keep 0"
 
 trap 'kill $(jobs -p) 2> /dev/null || true' EXIT  # nothing goes on after it
 timeout "${MINUTES}m" python -m scripts.tango_rl --run chain-long-s0 $FLAGS > /dev/null &

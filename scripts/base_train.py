@@ -18,12 +18,11 @@ from itertools import islice
 
 import torch
 
-from nanochat.checkpoint import load_model, save_model, warn_of_dtype
+from nanochat.checkpoint import describe_disk, load_model, save_model, warn_of_dtype
 from nanochat.cli import SHARE, above, at_least, check_name, flag_defaults, new_parser, not_empty, script_main
 from nanochat.common import (BadInput, Diverged, all_reduce, compute_dtype, init_device, on_all_ranks, print0,
                              rank_and_world)
 from nanochat.dataloader import Documents, PackedBatches, check_same_files, find_files, is_hub_name, mark_files
-from nanochat.engine import generate, row_key
 from nanochat.flops import flops_per_token, machine_speed, matrix_parameters, peak_flops
 from nanochat.gpt import GPT, add_model_args, config_of, new_model
 from nanochat.hf.tokenizer import load_own_tokenizer
@@ -32,8 +31,8 @@ from nanochat.loss_eval import bits_per_byte, supervised_loss
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
 from nanochat.storage.files import path_of
 from nanochat.storage.run import Run, add_run_args
-from nanochat.supervised import (add_checkpoint_args, begin_run, check_skipped, load_training, resumable_steps,
-                                 resume_step, save_training, saved_when_stopped, writing_checkpoints)
+from nanochat.supervised import (add_checkpoint_args, begin_run, check_skipped, greedy_texts, load_training,
+                                 resumable_steps, resume_step, save_training, saved_when_stopped, writing_checkpoints)
 from nanochat.weights import check_weights
 
 REFERENCE_DEPTH, REFERENCE_BATCH = 12, 2 ** 19  # where upstream tuned the learning rates; tokens
@@ -162,10 +161,8 @@ def print_samples(args, model, tokenizer, sources, num: int = 3) -> None:
     if new < 1:
         print0(f"  no samples: --sequence-len {args.sequence_len} has no room after their beginnings")
         return
-    out = generate(model, prompts, 1, max_new_tokens=new, stop_tokens=tokenizer.stop_tokens,
-                   keys=[row_key(i) for i in range(len(prompts))], temperature=0)
-    for prompt, row, length in zip(prompts, out.tokens.tolist(), out.lengths.tolist(), strict=True):
-        print0(f"  sample: {tokenizer.decode(prompt[1:])!r} -> {tokenizer.decode(row[:length])!r}")
+    for prompt, text in zip(prompts, greedy_texts(model, tokenizer, prompts, new), strict=True):
+        print0(f"  sample: {tokenizer.decode(prompt[1:])!r} -> {text!r}")
 
 
 def training_trunk(args, model, device: torch.device):
@@ -262,8 +259,7 @@ def train(t: Pretraining) -> None:
                    "documents_empty": batches.num_empty, "tokens_per_s": tokens_per_s,
                    "mfu": flops * tokens_per_s / speed, "timing_s/step": seconds, **t.run.writer.take_record()}
         t.run.log(record)
-        if step % 50 == 0 or step == num_steps - 1 or "val_bpb" in record:
-            print_step(record, num_steps, state)
+        t.run.tell(step_line(record, num_steps, state), step % 50 == 0 or step == num_steps - 1 or "val_bpb" in record)
         check_skipped(state)
         if is_due(args.save_every):
             t.save()
@@ -271,12 +267,12 @@ def train(t: Pretraining) -> None:
             print_samples(args, t.model, t.tokenizer, batches.documents.sources)
 
 
-def print_step(record: dict, num_steps: int, state: dict) -> None:
+def step_line(record: dict, num_steps: int, state: dict) -> str:
     bpb = f" | val bpb {record['val_bpb']:.4f}" if "val_bpb" in record else ""
     left = state["seconds"] / state["step"] * (num_steps - state["step"])
-    print0(f"step {record['step']:5d}/{num_steps} | loss {record['loss']:.4f}{bpb} | "
-           f"{record['tokens_per_s']:,.0f} tokens/s | MFU {100 * record['mfu']:.0f}% | epoch {record['epoch']} | "
-           f"{left / 60:.1f} min left")
+    return (f"step {record['step']:5d}/{num_steps} | loss {record['loss']:.4f}{bpb} | "
+            f"{record['tokens_per_s']:,.0f} tokens/s | MFU {100 * record['mfu']:.0f}% | epoch {record['epoch']} | "
+            f"{left / 60:.1f} min left")
 
 
 def prepare(args) -> Pretraining | None:
@@ -291,7 +287,7 @@ def prepare(args) -> Pretraining | None:
     config = config_of(args, tokenizer.vocab_size)
     # the same text may be in another folder now; of a hub's there is the name alone
     moved = set() if is_hub_name(args.data) or is_hub_name(val_sources) else {"data", "val_data"}
-    resumed, seen = resume_step("base", tag, args, MAY_CHANGE | moved, flag_defaults(make_parser()))
+    resumed, seen, said = resume_step("base", tag, args, MAY_CHANGE | moved, flag_defaults(make_parser()))
     texts = [mark_files(train_sources), mark_files(val_sources)]
     for sources in (train_sources, val_sources):  # bad text shows before anything is written
         PackedBatches(Documents(sources, rank, world), tokenizer, 1, args.sequence_len + 1).next_batch()
@@ -318,7 +314,7 @@ def prepare(args) -> Pretraining | None:
            f"{rules['num_steps']} steps of {rules['batch']:,} tokens ({num_tokens / rules['weights']:.1f} per weight), "
            f"{num_tokens * flops_per_token(model):.2e} FLOPs, learning rates x {rules['lr_factor']:.4f}, weight decay "
            f"{rules['weight_decay']:.4f}, {world} x {device}, {model.compute_dtype}")
-    begin_run(t, device, seen, resumed)
+    begin_run(t, device, seen, resumed, said)
     return t
 
 
@@ -348,6 +344,8 @@ def main(args) -> None:
     print0(f"validation bits per byte {val_bpb:.4f}; {t.batches.num_cut} documents were cut over rows, "
            f"{t.batches.num_empty} had no text\n"
            f"saved {path_of('base', t.tag)} at step {t.state['step']}")
+    if t.run.rank == 0:
+        print0(describe_disk([path_of("base", t.tag)]))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ HumanEval is not here: it runs what a model wrote.
 
     python -m scripts.chat_eval -i sft -g d4                              # the task it was trained on
     python -m scripts.chat_eval -i rl -g chain-s0-gen -a chain -x 800
+    python -m scripts.chat_eval -i sft -g smollm2 -a gsm8k --show 3      # and what it writes
     torchrun --standalone --nproc_per_node=8 scripts/chat_eval.py -- -i sft -a "gsm8k|ARC-Easy|MMLU"
 """
 import argparse
@@ -30,6 +31,7 @@ from tasks import TASKS, add_task_args, make_task, task_flags
 from tasks.multiple_choice import CHOICE_SETS, RANDOM_BASELINE, choice_prompt, load_choices
 
 SPLITS = {"test_in": "", "test_out": ", test_out"}
+PROMPT_END = 400  # characters of a prompt that --show shows
 
 
 def make_parser():
@@ -57,6 +59,9 @@ def make_parser():
     parser.add_argument("--choices", default="",
                         help="file of the multiple-choice set, in place of the one that datasets loads")
     parser.add_argument("--out", default="", help="file for the scores, as JSON")
+    parser.add_argument("--show", type=at_least(0, int, 10 ** 6), default=0,
+                        help="problems per task and split of which the end of the prompt, the first completion, the "
+                             "answer that is read from it and the gold one are printed")
     add_device_arg(parser)
     parser.add_argument("--seed", type=int, default=None, help="default: the checkpoint's")
     add_task_args(parser)
@@ -64,10 +69,11 @@ def make_parser():
     return parser
 
 
-def solve(args, task, split: str, model, sampler, device) -> list[list]:
-    """Per problem of a split, over all ranks: its part of a mixture, how many of the samples are right, how many right
-    in every step (None where the task has no labels of steps), whether the most frequent answer is right, how many
-    ended, how many cannot be scored, and of each whether its last number is the gold one ([] without numbers)."""
+def solve(args, task, split: str, model, sampler, device) -> list[dict]:
+    """A row per problem of a split, over all ranks and in order: its part of a mixture; how many of the samples are
+    right, how many right in every step (None where the task has no labels of steps), whether the most frequent answer
+    is right; how many ended, cannot be scored, have no answer that can be read; of each whether its last number is the
+    gold one ([] without numbers); and of the first --show problems what is shown of them."""
     rank, world = rank_and_world()
     n = args.num_samples
     problems = problems_of(task, split, args.max_problems)
@@ -90,38 +96,70 @@ def solve(args, task, split: str, model, sampler, device) -> list[list]:
         answers = answers_of(task, [s.text for s in mine], n)
         vote = majority(answers)
         part = task.part(problem) if hasattr(task, "part") else task
-        rows.append([part.name, sum(right), all_right, vote is not None and right[answers.index(vote)],
-                     sum(stopped[i * n: (i + 1) * n]), found.count(None),
-                     lenient_outcomes(part, [problem] * n, [s.text for s in mine])])
-    return gather_lists(rows, device)
+        rows.append({"at": i * world + rank, "part": part.name, "right": sum(right), "all_right": all_right,
+                     "vote": vote is not None and right[answers.index(vote)],
+                     "ended": sum(stopped[i * n: (i + 1) * n]), "unscorable": found.count(None),
+                     "unread": answers.count(None),
+                     "lenient": lenient_outcomes(part, [problem] * n, [s.text for s in mine])})
+        if rows[-1]["at"] < args.show:
+            prompt = sampler.tokenizer.decode(rollouts.prompts[i].ids)
+            rows[-1]["shown"] = {"outcome": found[0], "completion": mine[0].text, "read": answers[0],
+                                 "prompt": "..." * (len(prompt) > PROMPT_END) + prompt[-PROMPT_END:],
+                                 "gold": problem.answer}
+    return sorted(gather_lists(rows, device), key=lambda row: row["at"])
 
 
-def scores_of(rows: list[list], n: int) -> dict[str, float]:
+def scores_of(rows: list[dict], n: int) -> dict[str, float]:
     """Scores by name of these rows of `solve`, with n samples of each problem."""
-    samples, lenient = n * max(1, len(rows)), [hit for row in rows for hit in row[6]]
-    scores = {"pass@1": sum(row[1] for row in rows) / samples}
+    samples, lenient = n * max(1, len(rows)), [hit for row in rows for hit in row["lenient"]]
+    scores = {"pass@1": sum(row["right"] for row in rows) / samples}
     if lenient:
         scores["lenient"] = share_of(lenient)
     if n > 1:
-        scores[f"pass@{n}"] = share_of([pass_at_k(n, row[1], n) for row in rows])
-        scores[f"maj@{n}"] = share_of([row[3] for row in rows])
-    if rows and rows[0][2] is not None:
-        scores["right in every step"] = sum(row[2] for row in rows) / samples
-    return scores | {"ended": sum(row[4] for row in rows) / samples}
+        scores[f"pass@{n}"] = share_of([pass_at_k(n, row["right"], n) for row in rows])
+        scores[f"maj@{n}"] = share_of([row["vote"] for row in rows])
+    if rows and rows[0]["all_right"] is not None:
+        scores["right in every step"] = sum(row["all_right"] for row in rows) / samples
+    return scores | {"ended": sum(row["ended"] for row in rows) / samples}
 
 
-def print_rows(name: str, rows: list[list], n: int) -> dict[str, float]:
-    """Prints a line of these rows' scores. -> `scores_of`, and how many problems, and samples not scored, there are"""
-    scores, counts = scores_of(rows, n), {"problems": len(rows), "unscorable": sum(row[5] for row in rows)}
-    known = sum(len(row[6]) for row in rows)  # samples that the lenient score is of
+def print_rows(name: str, rows: list[dict], n: int) -> dict[str, float]:
+    """Prints a line of these rows' scores. -> `scores_of`, and how many problems, and samples without a score or an
+    answer, there are"""
+    scores, counts = scores_of(rows, n), {"problems": len(rows)}
+    counts |= {count: sum(row[count] for row in rows) for count in ("unscorable", "unread")}
+    known = sum(len(row["lenient"]) for row in rows)  # samples that the lenient score is of
     shown = {title: f"{title} {100 * value:5.1f}%" for title, value in scores.items()}
     if 0 < known < n * len(rows):
         shown["lenient"] += f" of {known}"
     parts = list(shown.values())
+    if counts["unread"]:
+        parts.append(f"no answer read in {counts['unread']} of {n * len(rows)}")
     if counts["unscorable"]:
         parts.append(f"{counts['unscorable']} cannot be scored and count as wrong")
     print0(f"{name:40s} {len(rows):5d} problems | {' | '.join(parts)}")
     return scores | counts
+
+
+def hint_of(scores: dict[str, float], n: int) -> str:
+    """What to do where next to nothing is right (pass@1, the strict score) for want of the task's form: hardly an
+    answer is read, or the last number alone (lenient) is right much more often. "" elsewhere."""
+    unread = scores["unread"] / max(1, n * scores["problems"])
+    if scores["pass@1"] > 0.02 or unread < 0.5 and scores.get("lenient", 0.0) < 0.05 + scores["pass@1"]:
+        return ""
+    cut = f"; {100 - 100 * scores['ended']:.0f}% were cut, which -m may spare" if scores["ended"] < 0.9 else ""
+    return (f"pass@1 asks for the task's form, and in {100 * unread:.0f}% of the samples no answer can be read: SFT "
+            f"teaches the form (scripts.chat_sft --role generator){cut}; --show 3 shows what is written")
+
+
+def print_shown(number: int, outcome: bool | None, prompt: str, completion: str, read: str | None, gold: str) -> None:
+    """Prints what --show asks for of a problem."""
+    print0(f"  problem {number}, {'right' if outcome else 'wrong' if outcome is False else 'cannot be scored'}")
+    texts = {"prompt": prompt, "completion": completion,
+             "answer read": "none can be read" if read is None else read, "gold answer": gold}
+    for title, text in texts.items():
+        first, *rest = text.split("\n")
+        print0("\n".join([f"    {title:11s} | {first}", *(f"    {'':11s} | {line}" for line in rest)]))
 
 
 def load_tasks(args) -> dict:
@@ -147,9 +185,14 @@ def evaluate_task(args, name: str, task, model, tokenizer, device) -> dict[str, 
         rows = solve(args, task, split, model, sampler, device)
         if rows:  # a finite task may have no test_out
             scores[split] = print_rows(name + words, rows, args.num_samples)
-        parts = list(dict.fromkeys(row[0] for row in rows))
+        for row in rows[:args.show]:
+            print_shown(row["at"] + 1, **row["shown"])
+        parts = list(dict.fromkeys(row["part"] for row in rows))
         for part in parts if len(parts) > 1 else []:
-            print_rows(f"  {part}{words}", [row for row in rows if row[0] == part], args.num_samples)
+            print_rows(f"  {part}{words}", [row for row in rows if row["part"] == part], args.num_samples)
+    hints = [hint for found in scores.values() if (hint := hint_of(found, args.num_samples))]
+    for hint in hints[:1]:
+        print0(f"hint: {hint}")
     return scores
 
 
@@ -206,8 +249,9 @@ def check_args(args) -> None:
             raise BadInput(f"--out {args.out}: is a folder")
         if os.path.exists(args.out) and not is_scores(args.out):
             raise BadInput(f"--out {args.out}: is there, and no earlier result of this script; take another name")
-    if args.split and asked and not set(asked.split("|")) & set(TASKS):
-        raise BadInput(f"--split {args.split}: is of tasks, and -a {asked} names none")
+    for flag in ("split", "show"):
+        if (value := getattr(args, flag)) and asked and not set(asked.split("|")) & set(TASKS):
+            raise BadInput(f"--{flag} {value}: is of tasks, and -a {asked} names none")
     if args.choices and not set(asked.split("|")) & set(CHOICE_SETS):
         raise BadInput(f"--choices {args.choices}: is for {', '.join(CHOICE_SETS)}, and -a names none of them")
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nanochat.checkpoint import find_step, fingerprint, load_model, warn_of_dtype
+from nanochat.checkpoint import describe_disk, find_step, fingerprint, load_model, warn_of_dtype
 from nanochat.cli import SHARE, at_least, check_name, flag_defaults, new_parser, script_main
 from nanochat.common import BadInput, all_reduce, compute_dtype, init_device, on_all_ranks, print0, rank_and_world
 from nanochat.dataloader import check_same_files, length_batches, mark_of, pack_whole
@@ -34,17 +34,19 @@ from nanochat.gpt import add_model_args, config_of, new_model
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.loss_eval import supervised_loss
-from nanochat.optim import muon_adamw, optimize, warmup_cosine
+from nanochat.optim import muon_adamw, optimize
+from nanochat.rl.credit.schedules import add_schedule_args, lr_factor
 from nanochat.rl.learn.heads import check_shared, copy_shared_lambdas, share_layers
 from nanochat.rl.learn.roles import set_recompute
 from nanochat.rl.play.sampling import Sampler
 from nanochat.rl.records.outcomes import outcomes_of, problems_digest, texts_digest
-from nanochat.rl.verify.demonstrations import Examples, check_demos
+from nanochat.rl.verify.demonstrations import Examples, check_demos, held_out
 from nanochat.rl.verify.forms import FORMS, check_form
 from nanochat.storage.files import path_of
 from nanochat.storage.run import Run, add_run_args
-from nanochat.supervised import (add_checkpoint_args, begin_run, check_skipped, load_training, resume_step,
-                                 save_training, saved_when_stopped, writing_checkpoints)
+from nanochat.supervised import (add_checkpoint_args, begin_run, check_skipped, greedy_texts, load_training,
+                                 resume_step, save_training, saved_when_stopped, writing_checkpoints)
+from nanochat.weights import free_gathered
 from tasks import add_task_args, make_task
 
 # sft problems from this index on are for sampled solutions: demonstrations of an endless task never get there
@@ -52,7 +54,9 @@ SAMPLED_FROM = 10_000_000
 # What a micro-batch costs besides its tokens, in tokens, on CPU in fp32. Elsewhere the fewest are taken: an imported
 # model in bf16 on a CPU runs no padding.
 TOKENS_PER_BATCH = {torch.float32: 100}
-MAY_CHANGE = {"resume_from_step", "run", "device_type", "save_every", "keep", "micro_batch_tokens", "recompute"}
+SAMPLE_END = 60  # characters of a sample's prompt that are shown
+MAY_CHANGE = {"resume_from_step", "run", "device_type", "save_every", "keep", "micro_batch_tokens", "recompute",
+              "eval_every", "eval_examples"}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -73,6 +77,10 @@ def make_parser() -> argparse.ArgumentParser:
                         help="lowest layers the verifier takes from the generator, frozen")
     add_data_args(parser.add_argument_group("data"))
     add_training_args(parser.add_argument_group("training"))
+    evals = parser.add_argument_group("evaluation")
+    evals.add_argument("--eval-examples", type=at_least(0, int, 10 ** 6), default=64,
+                       help="demonstrations of held-out problems whose loss is measured; 0 = none")
+    evals.add_argument("--eval-every", type=at_least(0), default=0, help="steps between measurements; 0 = at the end")
     return parser
 
 
@@ -115,6 +123,7 @@ def add_training_args(group) -> None:
     group.add_argument("--matrix-lr", type=at_least(0, float), default=4e-3, help="Muon, for the blocks' matrices")
     group.add_argument("--embedding-lr", type=at_least(0, float), default=4e-3,
                        help="AdamW, for everything else; of an imported model for all of it")
+    add_schedule_args(group, "cosine", 0.1)
     group.add_argument("--shard", action=argparse.BooleanOptionalAction, default=False,
                        help="shard an imported model's weights, gradients and optimizer over the ranks (FSDP2); "
                                "changes no result")
@@ -151,6 +160,7 @@ class Training:
     optimizers: list
     examples: Examples
     marks: dict                # that tell what it was trained on: conversations, problems, texts, the generator
+    held_out: list             # examples that it is not trained on
     generator: torch.nn.Module | None = None  # whose solutions a verifier learns to judge
     state: dict = field(default_factory=lambda: {"step": 0, "seconds": 0.0, "too_long": 0, "loss": None, "skipped": 0})
     run: Run | None = None
@@ -159,6 +169,11 @@ class Training:
     @property
     def parameters(self) -> list:
         return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
+    def lr_factor(self) -> float:
+        args = self.args
+        return lr_factor(args.lr_schedule, args.warmup_ratio, self.state["step"], args.num_steps, args.num_steps)
 
     def save(self) -> None:
         save_training(self, self.marks, {"user_config": vars(self.args), "loss": self.state["loss"], "val_bpb": None,
@@ -169,6 +184,31 @@ class Training:
         return ""
 
 
+def micro_batches(t: Training, examples: list):
+    """This rank's examples as ids and masks (B, T + 1) int64 that go through the model together."""
+    args, device = t.args, t.run.device
+    of_batch = TOKENS_PER_BATCH.get(t.model.compute_dtype, 2 ** 20) if device.type == "cpu" else 2 ** 20
+    batches = length_batches(examples, args.micro_batch_tokens, of_batch)
+    if args.shard:  # all ranks gather weights as often: some train nothing
+        most = int(all_reduce(torch.tensor(len(batches), device=device), "max"))
+        batches += [[([0, 0], [0, 0])]] * (most - len(batches))
+    for number, batch in enumerate(batches):
+        t.run.tell(f"step {t.state['step']}: {number} of {len(batches)} micro-batches are done")
+        yield [pad_prompts([example[i] for example in batch], device)[0] for i in range(2)]
+
+
+@torch.no_grad()
+def held_out_loss(t: Training) -> float | None:
+    """The mean loss per trained token of the held-out examples, over all ranks; None where there are none."""
+    if not t.held_out:
+        return None
+    num_tokens, loss = sum(sum(mask) for _, mask in t.held_out), torch.zeros((), device=t.run.device)
+    for ids, mask in micro_batches(t, t.held_out[t.run.rank:: t.run.world]):
+        loss += supervised_loss(t.model, ids, mask, num_tokens)
+    free_gathered(t.model)
+    return all_reduce(loss).item()
+
+
 def train_step(t: Training, examples: list) -> tuple[float, float, float]:
     """One optimizer step on this rank's examples. -> mean loss per trained token, gradient norm, trained tokens."""
     args, model, device = t.args, t.model, t.run.device
@@ -176,17 +216,11 @@ def train_step(t: Training, examples: list) -> tuple[float, float, float]:
     loss = torch.zeros((), device=device)
     if args.pack:
         examples = pack_whole(examples, model.config.sequence_len, 0)
-    of_batch = TOKENS_PER_BATCH.get(model.compute_dtype, 2 ** 20) if device.type == "cpu" else 2 ** 20
-    batches = length_batches(examples, args.micro_batch_tokens, of_batch)
-    if args.shard:  # all ranks gather weights as often: some train nothing
-        most = int(all_reduce(torch.tensor(len(batches), device=device), "max"))
-        batches += [[([0, 0], [0, 0])]] * (most - len(batches))
-    for batch in batches:
-        ids, mask = (pad_prompts([example[i] for example in batch], device)[0] for i in range(2))
+    for ids, mask in micro_batches(t, examples):
         batch_loss = supervised_loss(model, ids, mask, max(1.0, num_tokens))
         batch_loss.backward()
         loss += batch_loss.detach()
-    grad_norm = optimize(t.optimizers, t.parameters, warmup_cosine(t.state["step"], args.num_steps), 1.0)
+    grad_norm = optimize(t.optimizers, t.parameters, t.lr_factor, 1.0)
     if args.verifier_shared_layers and t.generator is not None:
         copy_shared_lambdas(t.generator, model, args.verifier_shared_layers)
     return all_reduce(loss).item(), grad_norm, num_tokens
@@ -197,7 +231,7 @@ def train(t: Training) -> None:
     args, state, run = t.args, t.state, t.run
     while state["step"] < args.num_steps:
         run.check_stop()
-        step, started = state["step"], time.time()
+        step, factor, started = state["step"], t.lr_factor, time.time()
         first = step * args.examples_per_step
         share = range(first + run.rank, first + args.examples_per_step, run.world)
         found = on_all_ranks(lambda share=share: [*map(t.examples, share)], run.device)
@@ -207,12 +241,17 @@ def train(t: Training) -> None:
         failed = not (math.isfinite(loss) and math.isfinite(grad_norm))
         state |= {"step": step + 1, "loss": loss, "too_long": state["too_long"] + too_long,
                   "seconds": state["seconds"] + time.time() - started, "skipped": state["skipped"] + 1 if failed else 0}
-        run.log({"step": step, "loss": loss, "grad_norm": grad_norm, "trained_tokens": num_tokens,
-                 "conversations_too_long": state["too_long"], "lr_factor": warmup_cosine(step, args.num_steps),
-                 "skipped": int(failed), "timing_s/step": time.time() - started, **run.writer.take_record()})
-        if step % 50 == 0 or state["step"] == args.num_steps:
-            left = state["seconds"] / state["step"] * (args.num_steps - state["step"])
-            print0(f"step {step:4d}/{args.num_steps} | loss {loss:.4f} | {state['seconds']:.0f}s, {left:.0f}s left")
+        record = {"step": step, "loss": loss, "grad_norm": grad_norm, "trained_tokens": num_tokens,
+                  "conversations_too_long": state["too_long"], "lr_factor": factor, "skipped": int(failed),
+                  "timing_s/step": time.time() - started}
+        is_last = state["step"] == args.num_steps
+        if is_last or args.eval_every and state["step"] % args.eval_every == 0:
+            record["val_loss"] = held_out_loss(t)
+        run.log(record | run.writer.take_record())
+        left = state["seconds"] / state["step"] * (args.num_steps - state["step"])
+        val_loss = f" | held-out {record['val_loss']:.4f}" if record.get("val_loss") is not None else ""
+        run.tell(f"step {step:4d}/{args.num_steps} | loss {loss:.4f}{val_loss} | {state['seconds']:.0f}s, {left:.0f}s "
+                 f"left", step % 50 == 0 or is_last or bool(val_loss))
         check_skipped(state)
         if args.save_every > 0 and state["step"] % args.save_every == 0 and state["step"] < args.num_steps:
             t.save()
@@ -223,7 +262,12 @@ def sample_what_is_judged(t: Training) -> None:
     told are left out and counted: a demonstration would call them wrong."""
     args, task, run = t.args, t.task, t.run
     problems = [task.problem("sft", SAMPLED_FROM + i) for i in range(args.num_sampled)]
-    sampler = Sampler(task, t.tokenizer, args.seed, args.max_new_tokens, 0, should_stop=run.should_stop)
+
+    def should_stop() -> bool:  # asked before each token
+        run.tell(f"sampling {len(problems)} solutions to judge from the generator")
+        return run.should_stop()
+
+    sampler = Sampler(task, t.tokenizer, args.seed, args.max_new_tokens, 0, should_stop=should_stop)
     texts = [solution.text for solution in sampler.solve(t.generator, problems, 1, ("sft",))[1]]
     outcomes = outcomes_of(task, problems, texts, run.should_stop)
     run.check_stop()
@@ -234,6 +278,19 @@ def sample_what_is_judged(t: Training) -> None:
     t.examples.check()
     if not args.verifier_shared_layers:
         t.generator = None  # its memory is the training's
+
+
+def print_samples(t: Training, num: int = 3) -> None:
+    """Greedily, what the model writes after the prompts of the first held-out examples, or where there are none of
+    those that it learned, and what stands there."""
+    found = t.held_out[:num] or [example for example in map(t.examples, range(num)) if example]
+    pairs = [(ids[:mask.index(1)], ids[mask.index(1):]) for ids, mask in found]
+    prompts, learned = [prompt for prompt, _ in pairs], [rest for _, rest in pairs]
+    room = t.model.config.sequence_len - max(map(len, prompts), default=0)
+    new = min(room, max([t.args.max_new_tokens, *map(len, learned)]))
+    texts, decode = greedy_texts(t.model, t.tokenizer, prompts, new), t.tokenizer.decode
+    for prompt, rest, text in zip(prompts, learned, texts, strict=True):
+        print0(f"  sample: ...{decode(prompt)[-SAMPLE_END:]!r} -> {text!r}\n  it was: {decode(rest)!r}")
 
 
 def resolve_tags(args) -> str:
@@ -301,7 +358,7 @@ def prepare(args) -> Training | None:
     check_args(args, task, rank_and_world()[1])
     tag = resolve_tags(args)
     tokenizer = load_tokenizer(path_of("tokenizer"))
-    resumed, seen = resume_step("sft", tag, args, MAY_CHANGE, flag_defaults(make_parser()))
+    resumed, seen, said = resume_step("sft", tag, args, MAY_CHANGE, flag_defaults(make_parser()))
     device = init_device(args.device_type)
     model = (start_model(args, tokenizer, device) if resumed is None
              else load_model("sft", tag, device, None, resumed, args.shard)[0])
@@ -323,8 +380,9 @@ def prepare(args) -> Training | None:
     if resumed is not None and resumed >= args.num_steps:
         print0(f"{path_of('sft', tag)} is finished at step {resumed}")
         return None
+    context = model.config.sequence_len
     t = Training(args, tag, tokenizer, task, model, muon_adamw(model, args.matrix_lr, args.embedding_lr),
-                 Examples(args, task, tokenizer, model.config.sequence_len), marks, generator)
+                 Examples(args, task, tokenizer, context), marks, held_out(args, task, tokenizer, context), generator)
     if resumed is not None:
         go_on(t, resumed, judged)
     lengths = t.examples.check()  # before anything is sampled or written, and with what was sampled below
@@ -334,7 +392,7 @@ def prepare(args) -> Training | None:
                f"{args.max_new_tokens} that solutions are given: it cannot write the like")
     print0(f"SFT of the {args.role}{f' after step {resumed}' if resumed else ''}: {model.config}, "
            f"{sum(p.numel() for p in t.parameters):,} parameters trained, {device}, {model.compute_dtype}")
-    begin_run(t, device, seen, resumed)
+    begin_run(t, device, seen, resumed, said)
     return t
 
 
@@ -367,6 +425,9 @@ def main(args) -> None:
     left_out = (f", {t.state['too_long']} conversations were longer than the context and left out"
                 if args.conversations else "")
     print0(f"saved {path_of('sft', t.tag)} at step {args.num_steps}{left_out}")
+    print_samples(t)
+    if t.run.rank == 0:
+        print0(describe_disk([path_of("sft", t.tag)]))
 
 
 if __name__ == "__main__":

@@ -16,19 +16,19 @@ from contextlib import suppress
 from functools import partial
 
 from nanochat import recipes
-from nanochat.checkpoint import saved_steps, saying_what_is_whole
+from nanochat.checkpoint import describe_disk, saved_steps, saying_what_is_whole
 from nanochat.cli import flag_defaults, new_parser, script_main
 from nanochat.common import BadInput, CannotWrite, Diverged, StopRequested, dtype_name, finite, gather_lists, print0
 from nanochat.hf.files import read_json
 from nanochat.rl.learn.roles import check_same_weights, short_name, trained_roles
-from nanochat.rl.learn.state import drop_sets_after, save_set
+from nanochat.rl.learn.state import drop_sets_after, save_set, tag_of
 from nanochat.rl.play.play import Play
 from nanochat.rl.run.flags import add_common_args
 from nanochat.rl.run.prepare import prepare
 from nanochat.rl.run.progress import print_table
 from nanochat.rl.run.resume import read_config
 from nanochat.rl.run.steps import held_out, make_step, show_page, start_state
-from nanochat.storage.files import write_json
+from nanochat.storage.files import path_of, write_json
 from nanochat.storage.run import add_run_args
 from tasks import add_task_args
 
@@ -130,6 +130,8 @@ def carry_out(t: Play, recipe) -> None:
         write_summary(t, after, seconds)
     print_table(t.state.before, after, getattr(recipe, "TABLE", None))
     run.finish()
+    if run.rank == 0:
+        print0(describe_disk([*(path_of("rl", tag_of(args.run, role)) for role in t.roles), run.folder]))
     print0(f"\nopen {os.path.join(run.folder, 'report.html')} in a browser\nthe run's folder:\n{run.folder}")
 
 

@@ -31,7 +31,7 @@ SEED, THREADS = int(os.environ.get("TEST_SEED", "0")), int(os.environ.get("TEST_
 TASK_FLAGS = ["--chain-modulus", "3", "--chain-min-steps", "1", "--chain-max-steps", "2"]
 COMMON_RL_FLAGS = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--max-new-tokens", "28",
                    "--examples-per-step", "4", "--num-samples", "4", "--eval-examples", "8", "--lr", "1e-3",
-                   "--num-steps", "4"]
+                   "--num-steps", "4", "--keep", "0"]
 TANGO_FLAGS = [["--verifier-max-new-tokens", "36"], ["--warmup-steps", "2"], ["--generator-steps", "2"],
                ["--verifier-balance"], ["--verifier-replay", "0.5"], ["--alpha-start", "0.5"], ["--alpha-end", "0.05"]]
 FEW = 20  # problems of a task that makes its own that a start of the trainer looks at

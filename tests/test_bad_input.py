@@ -12,10 +12,11 @@ from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
 from dev.experiments import run as run_experiment
 from nanochat import recipes
-from nanochat.cli import script_main
+from nanochat.cli import OTHER_NAMES, flags_in, script_main
 from nanochat.rl.run.flags import check_args
-from scripts import base_train, chat_sft, tango_rl, tok_eval, tok_train
+from scripts import base_train, chat_eval, chat_sft, tango_rl, tok_eval, tok_train
 
+NEEDED = {chat_sft: ["--role", "generator"], base_train: ["--data", "text"], chat_eval: ["-i", "sft"]}
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -294,6 +295,26 @@ def test_bad_input_of_one_rank_alone_is_its_line_and_no_traceback_of_the_others(
     ours = lines[: next(i for i, line in enumerate(lines) if "torch/distributed/elastic" in line or "torch.distributed"
                         in line)]
     assert not [line for line in ours if "Traceback" in line or "Error:" in line], done.stderr
+
+
+@pytest.mark.parametrize("script, flag, words", [
+    (chat_sft, "--learning-rate=1", "--learning-rate: here --embedding-lr, and of matrices --matrix-lr"),
+    (base_train, "--gradient-accumulation-steps", "here --total-batch-size is the whole batch, of which --device"),
+    (tango_rl, "--gradient-accumulation-steps", "here --examples-per-step is the whole batch, of which --micro-batch"),
+    (chat_eval, "--stop", "--stop: here a completion ends with the tokenizer's end of turn, or after --max-new-tokens"),
+    (chat_eval, "--beta", "unrecognized arguments: --beta"), (tok_train, "--vocab-sise", "did you mean --vocab-size?")])
+def test_a_flag_of_another_project_is_told_ours(capsys, base, script, flag, words):
+    """And what it is told, the script has."""
+    line = refused(capsys, base, script, flag, *NEEDED.get(script, []))
+    assert line.startswith("error: unrecognized arguments: ") and words in line
+    parser = script.make_parser()
+    assert {*flags_in(line.partition("; ")[2].partition(": ")[2])} <= {*parser._option_string_actions}
+    assert ("here" in line) == (flag.partition("=")[0] in OTHER_NAMES and not line.endswith(flag))
+
+
+def test_what_stands_in_the_place_of_anothers_flag_is_a_flag_of_ours():
+    ours = {flag for script in (tango_rl, chat_sft, base_train) for flag in script.make_parser()._option_string_actions}
+    assert all(flags_in(words) and {*flags_in(words)} <= ours for texts in OTHER_NAMES.values() for words in texts)
 
 
 def test_help_says_what_a_continued_run_may_change(capsys):

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--device-type", "cpu", "--depth", "2", "--n-embd", "32", "--n-head", "2", "--sequence-len", "32",
         "--window-pattern", "L", "--total-batch-size", "128",
         "--device-batch-size", "2", "--num-iterations", "8", "--eval-tokens", "256", "--eval-every", "4",
-        "--warmup-steps", "2", "--model-tag", "base"]
+        "--warmup-steps", "2", "--model-tag", "base", "--keep", "0"]
 
 
 @pytest.fixture(scope="module")

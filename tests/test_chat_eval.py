@@ -26,16 +26,47 @@ def tokenizer(base) -> Tokenizer:
     return Tokenizer.load(str(base / "tokenizer"))
 
 
+def row(right: int, lenient: list[bool], part: str = "gsm8k", unread: int = 0) -> dict:
+    return {"part": part, "right": right, "all_right": None, "vote": bool(right), "ended": 1, "unscorable": 0,
+            "unread": unread, "lenient": lenient}
+
+
 def test_lenient_accuracy_stands_beside_pass_at_1_and_says_of_how_many(capsys):
-    """Rows: part, right, right in every step, vote, ended, cannot be scored, last numbers."""
-    rows = [["gsm8k", 1, None, True, 1, 0, [True]], ["gsm8k", 0, None, False, 1, 0, [True]]]
+    rows = [row(1, [True]), row(0, [True])]
     chat_eval.print_rows("gsm8k", rows, 1)
-    some = chat_eval.print_rows("math", [*rows, ["math", 0, None, False, 0, 0, []]], 1)
-    assert some == {"pass@1": 1 / 3, "lenient": 1.0, "ended": 2 / 3, "problems": 3, "unscorable": 0}
-    chat_eval.print_rows("chain", [row[:6] + [[]] for row in rows], 1)
+    some = chat_eval.print_rows("math", [*rows, row(0, [], "math", unread=1)], 1)
+    assert some == {"pass@1": 1 / 3, "lenient": 1.0, "ended": 1.0, "problems": 3, "unscorable": 0, "unread": 1}
+    chat_eval.print_rows("chain", [row | {"lenient": []} for row in rows], 1)
     full, some, none = capsys.readouterr().out.splitlines()
-    assert "pass@1  50.0% | lenient 100.0% | ended" in full
-    assert "pass@1  33.3% | lenient 100.0% of 2 | ended" in some and "lenient" not in none
+    assert "pass@1  50.0% | lenient 100.0% | ended" in full and "no answer" not in full
+    assert "pass@1  33.3% | lenient 100.0% of 2 | ended" in some and some.endswith("| no answer read in 1 of 3")
+    assert "lenient" not in none
+
+
+@pytest.mark.parametrize("rows, hint", [
+    ([row(0, [True]), row(0, [False])], "in 0% of the samples"), ([row(0, [False], unread=1)], "in 100% of the"),
+    ([row(0, [], unread=1)] * 3 + [row(0, [])], "in 75% of the"),  # without numbers
+    ([row(1, [True]), row(0, [True])], ""), ([row(0, [False])], ""), ([row(1, [True], unread=1)], ""), ([], "")])
+def test_where_the_form_is_missing_sft_is_named(rows, hint):
+    """A model that is merely wrong gets no hint, nor one that is right."""
+    found = chat_eval.hint_of(chat_eval.print_rows("gsm8k", rows, 1), 1)
+    assert (hint in found and "chat_sft" in found) if hint else found == ""
+
+
+def test_problems_are_shown_as_the_model_sees_and_writes_them(capsys, base, tokenizer, monkeypatch):
+    """An answer with a control character in it, one that cannot be read, and after them the hint."""
+    task, said = chain(), ["=\x1b[31m7", "what?\nno"]
+    force_picks(monkeypatch, ([*tokenizer.encode(text), tokenizer.assistant_end] for text in said))
+    monkeypatch.setattr(chat_eval, "PROMPT_END", 5)
+    lines = run(capsys, chat_eval, "-i", "sft", "-x", "1", "--show", "2").splitlines()
+    problems = [task.problem(split, 0) for split in ("test_in", "test_out")]
+    prompts = [tokenizer.decode(tokenizer.render_prompt(problem.prompt))[-5:] for problem in problems]
+    assert lines[2:7] == ["  problem 1, wrong", f"    prompt      | ...{prompts[0]}", "    completion  | =?[31m7",
+                          "    answer read | ?[31m7", f"    gold answer | {problems[0].answer}"]
+    assert lines[8:14] == ["  problem 1, wrong", f"    prompt      | ...{prompts[1]}", "    completion  | what?",
+                           "                | no", "    answer read | none can be read",
+                           f"    gold answer | {problems[1].answer}"]
+    assert len(lines) == 15 and lines[14].startswith("hint: ") and "in 100% of the samples" in lines[14]
 
 
 def scores(capsys, *flags: str) -> dict[str, dict[str, str]]:
@@ -71,6 +102,7 @@ def test_what_is_printed_can_be_kept_as_json(capsys, base):
     for name, split in (("chain", "test_in"), ("chain, test_out", "test_out")):
         found = kept["tasks"]["chain"][split]
         assert found.pop("problems") == int(printed[name].pop("number")) == 6 and found.pop("unscorable") == 0
+        assert 0 <= found.pop("unread") <= 18
         assert {title: percent(value, 1) for title, value in found.items()} == printed[name]
 
 
@@ -95,6 +127,7 @@ def test_scores_replace_earlier_ones_and_nothing_else(capsys, base):
     (["-a", "chain|gsm8k", "--gsm8k-data", "nowhere"], "nowhere"),
     (["-a", "chain|ARC-Easy", "--choices", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
     (["-a", "ARC-Easy", "--split", "test_in"], "--split test_in: is of tasks"),
+    (["-a", "ARC-Easy", "--show", "3"], "--show 3: is of tasks"),
     (["-a", "chain|chain"], "names chain twice"), (["-a", "chain", "--task", "last_letter"], "--task last_letter")])
 def test_all_that_is_asked_for_is_checked_before_the_first_is_evaluated(capsys, base, monkeypatch, flags, words):
     monkeypatch.setattr(chat_eval, "solve", None)

@@ -2,6 +2,7 @@
 stop."""
 import json
 import os
+import random
 import shutil
 import signal
 from pathlib import Path
@@ -10,11 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TASK_FLAGS, parse, scripts_on_two_ranks
+from conftest import train as train_by_rl
 
+from nanochat import storage
 from nanochat.checkpoint import list_steps, load_model, save_model
 from nanochat.cli import script_main
 from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.rl.records.prompts import generator_prompt
+from nanochat.rl.report.report import check_finished
 from nanochat.storage.files import path_of
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_sft, tok_train
@@ -25,7 +30,8 @@ from tasks.formats import COMPACT
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = [*TASK_FLAGS, "--device-type", "cpu", "--depth", "1", "--n-embd", "32", "--n-head", "2", "--sequence-len",
-         "128", "--examples-per-step", "8", "--max-new-tokens", "28", "--num-sampled", "16", "--num-steps", "6"]
+         "128", "--examples-per-step", "8", "--max-new-tokens", "28", "--num-sampled", "16", "--num-steps", "6",
+         "--keep", "0", "--eval-examples", "4"]
 CHATS = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
          {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "12/60?"},
                        {"role": "assistant", "content": [
@@ -172,26 +178,44 @@ def test_a_file_named_twice_counts_twice(chats):
     assert load_conversations([chats, chats]) == 2 * load_conversations([chats])
 
 
-def test_a_step_lowers_the_mean_loss_of_trained_tokens(base):
-    """The logged loss is the cross-entropy per trained token, by plain forwards over the same examples."""
-    train("--model-tag", "a", "--num-steps", "1", "--seed", "5")
+def nll_of(model, examples: list) -> list[float]:
+    """Of each trained token, by plain forwards."""
+    return [nll for ids, mask in examples for nll, is_trained in zip(
+        F.cross_entropy(model(torch.tensor([ids[:-1]]))[0], torch.tensor(ids[1:]), reduction="none").tolist(), mask[1:],
+        strict=True) if is_trained]
+
+
+def test_the_losses_are_the_mean_over_trained_tokens_of_what_is_trained_on_and_of_what_is_not(base, capsys):
+    """Before the step of its examples, after it of the first problems of test_in, three of which are shown."""
+    train("--model-tag", "a", "--num-steps", "1", "--seed", "5", "--eval-examples", "5")
+    out = capsys.readouterr().out
     args = parse(chat_sft, ["--role", "generator", *MODEL, "--model-tag", "a", "--seed", "5"])
     tokenizer = Tokenizer.load(path_of("tokenizer"))
     model = chat_sft.start_model(args, tokenizer, torch.device("cpu"))
-    losses = []
-    for i in range(8):
-        ids, mask = chat_sft.Examples(args, make_task(args), tokenizer, 128)(i)
-        nll = F.cross_entropy(model(torch.tensor([ids[:-1]]))[0], torch.tensor(ids[1:]), reduction="none")
-        losses += nll[torch.tensor(mask[1:]).bool()].tolist()
-    assert metrics_of(base, "a")[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-    assert metrics_of(base, "a")[0]["trained_tokens"] == len(losses)
+    examples, task = chat_sft.Examples(args, make_task(args), tokenizer, 128), make_task(args)
+    losses, record = nll_of(model, [examples(i) for i in range(8)]), metrics_of(base, "a")[0]
+    assert record["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert record["trained_tokens"] == len(losses)
+    demos = [task.solution_demo(task.problem("test_in", i), random.Random(f"5-generator-{i}")) for i in range(5)]
+    prompts = [generator_prompt(tokenizer, task.fmt, task.problem("test_in", i).prompt) for i in range(5)]
+    rests = [[*tokenizer.encode(demo), tokenizer.assistant_end] for demo in demos]
+    trained = load_model("sft", "a", torch.device("cpu"), torch.float32)[0]
+    losses = nll_of(trained, [(prompt + rest, [0] * len(prompt) + [1] * len(rest))
+                              for prompt, rest in zip(prompts, rests, strict=True)])
+    assert record["val_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert f"| held-out {record['val_loss']:.4f} |" in out and out.count("  sample: ...") == 3
+    for prompt, rest in list(zip(prompts, rests, strict=True))[:3]:
+        assert f"  sample: ...{tokenizer.decode(prompt)!r} -> '" in out and f"it was: {tokenizer.decode(rest)!r}" in out
 
 
 def test_conversations_that_do_not_fit_are_counted(base, chats, capsys):
     train("--model-tag", "a", "--conversations", chats, "--conversations-share", "1")
     # 6 steps of 8 are 16 passes over 3 conversations, one of which is too long
     assert metrics_of(base, "a")[-1]["conversations_too_long"] == 16
-    assert "16 conversations were longer than the context and left out" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "16 conversations were longer than the context and left out" in out
+    assert "there is no held-out loss: conversations alone" in out and metrics_of(base, "a")[-1]["val_loss"] is None
+    assert out.count("  sample: ...") == 2 and "it was: 'hello?'" in out  # of those that it learned
 
 
 def test_a_conversation_that_is_too_long_is_encoded_once_and_a_huge_one_never(base, tmp_path, monkeypatch):
@@ -222,7 +246,8 @@ def test_packed_rows_are_whole_contexts_and_learn(base, monkeypatch):
     monkeypatch.setattr(
         chat_sft, "supervised_loss",
         lambda model, ids, mask, n: shapes.append((ids.shape, int(mask.sum()))) or loss(model, ids, mask, n))
-    train("--model-tag", "a", "--pack", "--num-steps", "12", "--micro-batch-tokens", "256")
+    train("--model-tag", "a", "--pack", "--num-steps", "12", "--micro-batch-tokens", "256", "--eval-examples",
+          "0")
     records = metrics_of(base, "a")
     assert {shape[1] for shape, _ in shapes} == {128} and max(shape[0] for shape, _ in shapes) == 2
     # no example is lost in packing
@@ -236,7 +261,7 @@ def test_micro_batches_change_no_result(base, monkeypatch):
                         lambda model, ids, *rest: shapes.append(tuple(ids.shape)) or loss(model, ids, *rest))
     for tag, cost in (("a", 2 ** 20), ("b", 0)):
         monkeypatch.setattr(chat_sft, "TOKENS_PER_BATCH", {torch.float32: cost})
-        train("--model-tag", tag, "--num-steps", "3")
+        train("--model-tag", tag, "--num-steps", "3", "--eval-examples", "0")
         assert len(shapes) > 3 if tag == "b" else len(shapes) == 3
         shapes.clear()
     for a, b in zip(metrics_of(base, "a"), metrics_of(base, "b"), strict=True):
@@ -305,8 +330,12 @@ def test_a_sampled_solution_that_cannot_be_checked_is_left_out(base, monkeypatch
     check = Chain.check
     monkeypatch.setattr(Chain, "check", lambda self, problem, text: (
         None if problem.index == chat_sft.SAMPLED_FROM + 1 else check(self, problem, text)))
+    monkeypatch.setattr(storage.run, "TELL_EVERY", 0.0)
     train("--model-tag", "tiny", "--verifier-tag", "a", "--num-sampled", "4", role="verifier")
-    assert "1 of 4 sampled solutions could not be checked and are left out" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "sampling 4 solutions to judge" in out and "step 0: 0 of 1 micro-batches are done" in out
+    assert all(f"step    {step}/6 | loss" in out for step in range(6))  # where each takes longer than ten seconds
+    assert "1 of 4 sampled solutions could not be checked and are left out" in out
 
 
 def test_a_verifier_goes_on_with_the_generator_that_it_began_with_alone(base):
@@ -351,6 +380,9 @@ def test_checkpoints_on_the_way_and_a_finished_run(base, capsys):
     assert list_steps("sft", "a") == [2, 4, 6]
     whole = weights("a")
     train("--model-tag", "a", "--resume-from-step", "2")
+    out = capsys.readouterr().out
+    assert f"continuing {base / 'chatsft_checkpoints' / 'a'} after step 2 with --save-every 2 -> -1\nits flags: " in out
+    assert " --chain-modulus 3 " in out and " --role generator --model-tag a " in out and "--matrix-lr" not in out
     assert equal(weights("a"), whole)
     train("--model-tag", "a", "--resume-from-step", "auto")
     assert "is finished at step 6" in capsys.readouterr().out
@@ -385,6 +417,26 @@ def test_other_problems_and_conversations_are_refused(base, tmp_path, monkeypatc
     chats.write_text(chats.read_text() * 2)
     with pytest.raises(BadInput, match=r"chats.jsonl of 148 bytes: there was .* of 74 bytes when step 2 of a was"):
         train(*flags, "--resume-from-step", "2")
+
+
+def test_a_named_run_has_its_logs_in_a_folder_of_its_own_which_no_other_run_takes(base):
+    named = ["--model-tag", "a", "--run", "r", "--save-every", "2"]
+    train(*named, "--num-steps", "4", "--lr-schedule", "linear", "--warmup-ratio", "0.5")
+    folder, files = base / "chatsft_checkpoints" / "a", ("config.json", "metrics.jsonl")
+    assert not any((folder / name).exists() for name in files) and (folder / "lock").exists()
+    read = lambda: [json.loads(line) for line in (base / "runs" / "r" / "metrics.jsonl").read_text().splitlines()]
+    before = read()
+    assert [record["lr_factor"] for record in before] == pytest.approx([0.5, 1.0, 1.0, 0.55])
+    assert json.loads((base / "runs" / "r" / "config.json").read_text())["model"] == "chatsft_checkpoints/a"
+    train(*named, "--num-steps", "4", "--lr-schedule", "linear", "--warmup-ratio", "0.5", "--resume-from-step", "2")
+    same = ("step", "loss", "val_loss")
+    assert [[r.get(k) for k in same] for r in read()] == [[r.get(k) for k in same] for r in before]
+    with pytest.raises(BadInput, match="--run r: .*r has the logs of chatsft_checkpoints/a: take another name"):
+        train("--model-tag", "b", "--run", "r")
+    with pytest.raises(BadInput, match="--run r: .*r has the logs of chatsft_checkpoints/a: take another name"):
+        train_by_rl("--recipe", "grpo", "--run", "r", "--resume-from-step", "auto")
+    with pytest.raises(BadInput, match="r: has the log of SFT or pretraining; there are reports of RL alone"):
+        check_finished(str(base / "runs" / "r"))
 
 
 def test_two_ranks_go_on_from_one(base):

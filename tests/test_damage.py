@@ -248,7 +248,9 @@ def test_a_run_is_said_to_go_on_once_nothing_refuses_it(trained, capsys):
         train(*flags, "1")
     assert "continuing" not in capsys.readouterr().out
     train(*flags, "3")
-    assert "continuing run r after step 2 with --num-steps 2 -> 3\nwhat is scheduled" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "continuing run r after step 2 with --num-steps 2 -> 3\nits flags: --run r --device-type cpu --recipe" in out
+    assert " --lr 0.001 " in out and "\nwhat is scheduled" in out and "--temperature" not in out  # a default
 
 
 def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path):

@@ -12,8 +12,7 @@ from nanochat.checkpoint import restore_optimizer
 from nanochat.common import rank_and_world
 from nanochat.flops import muon_flops
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import (Muon, adamw, all_reduce_gradients, clip_gradients, muon_adamw, orthogonal, product_dtype,
-                            warmup_cosine)
+from nanochat.optim import (Muon, adamw, all_reduce_gradients, clip_gradients, muon_adamw, orthogonal, product_dtype)
 from nanochat.rl.learn.heads import share_layers
 
 
@@ -88,20 +87,6 @@ def test_frozen_parameters_are_left_out(num_layers):
     for optimizer in optimizers:
         optimizer.step()
     assert all(torch.equal(p, old) for p, old in zip(generator.parameters(), before, strict=True))
-
-
-def test_the_rate_warms_up_linearly_to_1_then_falls_to_final():
-    rates = [warmup_cosine(step, 100) for step in range(101)]
-    assert rates[:10] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
-    assert rates[10] == 1.0 and rates[100] == pytest.approx(0.05)
-    assert rates[55] == pytest.approx(0.525)  # halfway down: (1 + 0.05) / 2
-    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
-    assert warmup_cosine(0, 8, warmup=0.5) == 0.25 and warmup_cosine(3, 8, warmup=0.5) == 1.0
-    assert warmup_cosine(8, 8, warmup=0.5, final=0.2) == pytest.approx(0.2)
-    assert warmup_cosine(0, 1000, warmup=0.0) == 1.0
-    for num_steps in (1, 2, 5):
-        rates = [warmup_cosine(step, num_steps) for step in range(num_steps)]
-        assert all(0 < rate <= 1 for rate in rates) and rates[0] == 1.0
 
 
 def test_clipping_returns_the_norm_before_it_and_scales_down():

@@ -53,7 +53,8 @@ def rollouts_of(widths=(3, 5), group: int = 2, lengths=(4, 2, 3, 5), seed: int =
 def play_of(**roles) -> Play:
     """A run of roles without a task, on one rank."""
     args = SimpleNamespace(micro_batch_tokens=12, prefix_sharing=True, shard=False, temperature=1.0,
-                           aggregation="sequence", updates_per_batch=1, lr_schedule="constant", max_grad_norm=0.0)
+                           aggregation="sequence", updates_per_batch=1, lr_schedule="constant", warmup_ratio=0.0,
+                           max_grad_norm=0.0)
     made = {name: Role(name, model, list(model.parameters()), torch.optim.SGD(model.parameters(), lr=1.0), lr=1.0)
             for name, model in roles.items()}
     draws = {name: Draw(name, 4, 4, 6) for name in roles}
@@ -236,6 +237,10 @@ def test_every_skipped_update_is_counted_and_a_rate_decays_by_the_updates_of_its
     for role in ("verifier", "generator", "verifier", "verifier"):
         apply_update(t, Update(role, [(rollouts_of(), torch.ones(4, 5))]))
     assert rates == [1.0, 1.0, 0.55, 0.1]
+    t.args.warmup_ratio, t.totals["generator"] = 0.5, 4
+    for _ in range(3):
+        apply_update(t, Update("generator", [(rollouts_of(), torch.ones(4, 5))]))
+    assert rates[4:] == [1.0, 1.0, 0.1]  # its second one to its last
 
 
 def test_a_stop_ends_a_step_until_its_first_update_with_shards_on_all_ranks_together():

@@ -29,7 +29,7 @@ SHAPE = ["--shape", "qwen2.5-0.5b", "--n-layer", "2", "--n-embd", "64"]
 RL = ["--task", "gsm8k", "--device-type", "cpu", "--model-tag", "q", "--max-new-tokens", "12",
       "--verifier-max-new-tokens", "12", "--examples-per-step", "2", "--num-samples", "2", "--eval-examples", "2",
       "--warmup-steps", "1", "--generator-steps", "1", "--num-steps", "2", "--save-every", "1", "--lr", "1e-3",
-      "--entropy-coef", "0.01"]
+      "--entropy-coef", "0.01", "--keep", "0"]
 ROLES = {"gen": "q", "ver": "q-ver"}  # and the tags that they start from
 LAST = 4                              # v g v g
 TEXTS = ["Weng earns $12 an hour.\n\nHow much for 50 minutes?", " 12/60 = 0.2; 0.2*50 = 10", "naïve 東京 🙂",
@@ -194,7 +194,8 @@ def test_all_scripts_take_an_imported_model(tmp_path, monkeypatch, capsys):
     run(hf_random, *SHAPE, "--vocab-size", 512, "--sequence-len", 256, "--to", tmp_path / "random")
     run(hf_import, "--source", tmp_path / "random", "--model-tag", "start")
     before = state_of("sft", "start")
-    sft = [*CHAIN, "--from-stage", "sft", "--from-tag", "start", "--num-sampled", 8, "--examples-per-step", 8]
+    sft = [*CHAIN, "--from-stage", "sft", "--from-tag", "start", "--num-sampled", 8, "--examples-per-step", 8,
+           "--keep", 0]
     run(chat_sft, *sft, "--role", "generator", "--num-steps", 3, "--save-every", 2)
     losses, straight = losses_of(base, "c"), state_of("sft", "c", 3)
     assert list_steps("sft", "c") == [2, 3] and not any(torch.equal(before[name], straight[name]) for name in before)

@@ -394,6 +394,9 @@ def test_declarations_that_cannot_be_are_refused_before_anything_is_written(base
     ("tango", ["--alpha", "5"], "a flag of recipe marti, progress_rewards, score, not of tango; did you mean "
                                 "--alpha-start or --alpha-end?"),
     ("tango", ["--nmu-steps", "5"], "unrecognized arguments: --nmu-steps 5; did you mean --num-steps?"),
+    ("grpo", ["--beta", "1", "--num_generations=8"],
+     "not of grpo; --num_generations: unknown; --beta: here --kl-coef; --num_generations: here --num-samples\n"),
+    ("grpo", ["--warmup-steps", "3"], "self_verify, tango, not of grpo; --warmup-steps: here --warmup-ratio\n"),
     ("tango", ["--zzz", "5"], "unrecognized arguments: --zzz 5\n"),
     ("grpo", ["--nosuch", "1", "--prm-beta", "1"],
      "error: --prm-beta: a flag of recipe prime, not of grpo; --nosuch: unknown\n")])

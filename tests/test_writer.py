@@ -16,6 +16,7 @@ from test_tango_rl import assert_same_weights, gen_weights, records
 
 from nanochat import checkpoint
 from nanochat.checkpoint import begun_steps, drop_old_sets, list_steps, saved_steps
+from nanochat.cli import check_unchanged
 from nanochat.common import BadInput, CannotWrite, Diverged, StopRequested
 from nanochat.rl.learn import state
 from nanochat.storage import writer
@@ -215,7 +216,8 @@ def test_sigkill_while_a_set_is_written_leaves_the_one_before(base, straight, mo
     assert records(base, "r") == records(straight, "r") and not begun_steps("r")
 
 
-def test_the_last_sets_are_kept_and_an_older_one_goes_once_a_newer_one_is_whole(base, straight, monkeypatch):
+def test_the_last_sets_are_kept_and_an_older_one_goes_once_a_newer_one_is_whole(base, straight, monkeypatch,
+                                                                                            capsys):
     before = {path: path.read_bytes() for path in (base / "chatsft_checkpoints").rglob("*") if path.is_file()}
     rename, seen = os.rename, []
 
@@ -232,6 +234,10 @@ def test_the_last_sets_are_kept_and_an_older_one_goes_once_a_newer_one_is_whole(
     assert before == {path: path.read_bytes() for path in before}
     assert_same_weights(gen_weights(straight, 4), gen_weights(base, 4))
     assert records(base, "r") == records(straight, "r")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("on disk: ")]
+    model, run = base / "chatrl_checkpoints" / "r-gen", base / "runs" / "r"
+    size = sum(path.stat().st_size for path in model.iterdir())
+    assert said[0] == f"on disk: {size / 1e6:.1f} MB in {model} (step 3, 4)" and said[1].endswith(f" MB in {run}")
 
 
 def test_what_this_start_or_another_run_began_with_is_kept(straight, tmp_path, monkeypatch):
@@ -243,7 +249,18 @@ def test_what_this_start_or_another_run_began_with_is_kept(straight, tmp_path, m
     train(*GRPO, "--num-steps", "6", "--resume-from-step", "2", "--keep", "1")
     assert files_of(base) == set_of(1, 2, 6) and files_of(base, "other") == others == set_of(1)
     train(*GRPO, "--num-steps", "7", "--resume-from-step", "auto", "--keep", "1")
-    assert files_of(base) == set_of(1, 6, 7)
+    assert files_of(base) == set_of(1, 7)  # what `auto` went on from is like any older one
+
+
+def test_the_last_set_alone_is_kept_unless_a_run_has_kept_more():
+    flags = parse(tango_rl, ["--recipe", "grpo", "--model-tag", "tiny"])
+    assert flags.keep == 1 == parse(chat_sft, ["--role", "generator"]).keep
+    for recorded, kept in (({"keep": 0}, 0), ({"keep": 3}, 3), ({}, 0)):  # {}: of a version without --keep
+        check_unchanged("run r", {**vars(flags), "keep": 1} | recorded if recorded else
+                        {name: value for name, value in vars(flags).items() if name != "keep"}, flags, {"keep"}, {})
+        assert flags.keep == kept
+    given = parse(tango_rl, ["--recipe", "grpo", "--model-tag", "tiny", "--keep", "1"])
+    assert check_unchanged("run r", vars(flags), given, {"keep"}, {}) == ["--keep 0 -> 1"] and given.keep == 1
 
 
 def test_a_file_that_cannot_be_removed_is_told_counted_and_tried_again(base, monkeypatch, capsys):

@@ -21,9 +21,9 @@ import os
 import pkgutil
 import re
 import sys
-from difflib import get_close_matches
 from types import ModuleType
 
+from nanochat.cli import flags_in, hints_of
 from nanochat.common import BadInput, check_defaults, takes
 from nanochat.rl.learn.roles import RoleSpec, short_name, trained_roles
 from nanochat.rl.run.flags import add_role_args, ask, blame
@@ -145,7 +145,7 @@ def add_recipe_args(parser, recipe, name: str) -> None:
 
 def explain_unknown_flag(message: str, name: str, known: list[str]) -> str:
     """argparse's complaint, with the recipes that a flag belongs to and the known flags that are like it."""
-    flags = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+    flags = flags_in(message)
     if not message.startswith("unrecognized"):
         return message
     owners = {}
@@ -156,14 +156,8 @@ def explain_unknown_flag(message: str, name: str, known: list[str]) -> str:
             owners.setdefault(flag, []).append(other)
     owned = [f"{flag}: a flag of recipe {', '.join(owners[flag])}, not of {name}" for flag in flags if flag in owners]
     unknown = [f"{flag}: unknown" for flag in flags if flag not in owners]
-    hints = [f"did you mean {' or '.join(near)}?" for flag in flags if (near := similar(flag, known))]
+    hints = hints_of(flags, known)
     return "; ".join([*owned, *unknown, *hints] if owned else [message, *hints])
-
-
-def similar(flag: str, known: list[str]) -> list[str]:
-    """Known flags that begin with this one, else the one that is most like it."""
-    begin = [other for other in known if flag != "--" and other.startswith(flag)]
-    return begin or get_close_matches(flag, known, 1, cutoff=0.85)
 
 
 INTRODUCTION = """

@@ -20,11 +20,12 @@ import torch
 from nanochat import __version__
 from nanochat.cli import add_device_arg, at_least, check_name
 from nanochat.common import BadInput, CannotWrite, StopRequested, all_reduce, finite, print0, rank_and_world
-from nanochat.storage.files import path_of, read_records, whole_file, write_json, writing
+from nanochat.storage.files import base_dir, path_of, read_json, read_records, whole_file, write_json, writing
 from nanochat.storage.writer import Writer
 
 WANDB_MODES = ("online", "offline", "disabled", "dryrun", "shared")  # that wandb knows
 # The beginnings of names in metrics.jsonl that tell of the machine: in two runs of the same flags all else is equal.
+TELL_EVERY = 10.0  # seconds
 MEASURED = ("timing_s/", "tokens_per_s", "peak_memory_gb", "resident_gb", "open_files")
 
 
@@ -35,7 +36,8 @@ class Run:
     device: torch.device
     rank: int
     world: int
-    folder: str
+    folder: str  # which it locks
+    logs: str = ""  # the folder of its logs, by default the same
     tokenizer: int | None = None  # mark of the one that it began with, for the metas of its models
     lock: object = None  # rank 0's open lock file
     wandb: object = None
@@ -43,11 +45,12 @@ class Run:
     events: object = None  # rank 0's writer of event files, from trim on
     is_forked: bool = False
     stop_signal: bool = False
-    resumed_from: int | None = None  # the step that this process goes on from, whose checkpoint is not removed
+    resumed_from: int | None = None  # the step that this process goes on from
     started: float = field(default_factory=time.time)
+    told: float = field(default_factory=time.time)  # when `tell` last printed
 
     def __post_init__(self) -> None:
-        self.writer = Writer(self.device)
+        self.writer, self.logs = Writer(self.device), self.logs or self.folder
         os.register_at_fork(after_in_child=self.leave)
 
     def leave(self) -> None:
@@ -56,6 +59,12 @@ class Run:
         if self.lock:
             self.lock.close()
             self.lock = None
+
+    def tell(self, line: str, is_due: bool = False) -> None:
+        """Prints a line that is due; any, where none was printed for TELL_EVERY seconds. Rank 0."""
+        if is_due or time.time() - self.told >= TELL_EVERY:
+            print0(line)
+            self.told = time.time()
 
     def on_signal(self, *_) -> None:
         self.stop_signal = True
@@ -105,7 +114,7 @@ class Run:
 
     def add_events(self, records: Iterable[dict]) -> None:
         """Adds the finite numbers of records to TensorBoard's event files. Raises CannotWrite."""
-        with writing(os.path.join(self.folder, "tensorboard")):
+        with writing(os.path.join(self.logs, "tensorboard")):
             for record in records:
                 for name, value in finite(record).items():
                     if isinstance(value, int | float) and name != "step":
@@ -114,7 +123,7 @@ class Run:
 
     def append(self, name: str, record: dict) -> None:
         """Appends a line of json to a file of the run; numbers that are not finite become null, as json has none."""
-        path = os.path.join(self.folder, name)
+        path = os.path.join(self.logs, name)
         with writing(path), open(path, "a") as f:
             f.write(json.dumps(finite(record), allow_nan=False) + "\n")
 
@@ -123,11 +132,11 @@ class Run:
         Event files are written afresh from metrics.jsonl, so no step is in them twice; trim it before the first log."""
         if self.rank != 0:
             return
-        path, wants_events = os.path.join(self.folder, name), self.wants_events and name == "metrics.jsonl"
+        path, wants_events = os.path.join(self.logs, name), self.wants_events and name == "metrics.jsonl"
         is_there = os.path.exists(path)
         kept = [line for line, record in read_records(path) if record["step"] < step] if is_there else []
         if wants_events:
-            folder = os.path.join(self.folder, "tensorboard")
+            folder = os.path.join(self.logs, "tensorboard")
             shutil.rmtree(folder, ignore_errors=True)
             self.events = summary_writer()(folder)
         if is_there:
@@ -138,7 +147,7 @@ class Run:
 
     def remove(self, name: str) -> None:
         """Removes a file of the run's folder, if it is there; rank 0."""
-        path = os.path.join(self.folder, name)
+        path = os.path.join(self.logs, name)
         if self.rank == 0 and os.path.exists(path):
             os.remove(path)
 
@@ -155,7 +164,8 @@ def add_run_args(parser) -> None:
     """The flags that all training scripts share."""
     group = parser.add_argument_group("run")
     group.add_argument("--run", default="dummy",
-                       help="name of the run, its folder and its checkpoints; 'dummy' = a numbered name and no wandb")
+                       help="name of the run, of the folder of its logs, and in RL of its checkpoints; 'dummy' = no "
+                            "wandb; in RL a numbered name, elsewhere logs in the model's folder")
     group.add_argument("--seed", type=int, default=0, help="seed of weights, problems and sampling noise")
     add_device_arg(group)
     group.add_argument("--tensorboard", action=AskTensorboard, nargs=0, default=False,
@@ -163,11 +173,11 @@ def add_run_args(parser) -> None:
 
 
 def add_keep_arg(parser) -> None:
-    """The flag of scripts that save several checkpoints. All are kept by default: nobody loses one without asking."""
-    parser.add_argument("--keep", type=at_least(0), default=0,
+    """The flag of scripts that save several checkpoints."""
+    parser.add_argument("--keep", type=at_least(0), default=1,
                         help="how many checkpoints to keep: older ones are removed once a newer one is whole on the "
-                             "disk, but not the one that this start goes on from, nor any that another run started "
-                             "from; 0 = all")
+                             "disk, but not the one that --resume-from-step names by its number, nor any that another "
+                             "run started from; 0 = all")
 
 
 class AskTensorboard(argparse.Action):
@@ -257,17 +267,31 @@ def look_at(folder: str) -> dict[str, int]:
     return {}
 
 
-def start_run(args, device: torch.device, config: dict, seen: dict[str, int], resumed: bool, folder: str = "") -> Run:
-    """Opens and locks the run's folder (by default the one of --run), writes config.json, catches SIGTERM, SIGINT and
-    SIGHUP, and starts wandb where it is wanted. seen: look_at(folder) from before it was decided where the run goes on.
-    Raises BadInput where another process is at work on the run, or was since then."""
-    rank, world = rank_and_world()
-    run = Run(args.run, device, rank, world, folder or path_of("runs", args.run), wants_events=args.tensorboard)
+def check_logs(run_name: str, logs: str, model: str) -> None:
+    """Raises BadInput where the logs of --run are those of another model's training (its folder; "" in RL)."""
+    other = model
+    with contextlib.suppress(BadInput):  # there is none, or none that is whole
+        other = read_json(os.path.join(logs, "config.json")).get("model", "")
+    if other != model:
+        raise BadInput(f"--run {run_name}: {logs} has the logs of {other or 'a run of RL'}: take another name")
+
+
+def start_run(args, device: torch.device, config: dict, seen: dict[str, int], resumed: bool, model: str = "") -> Run:
+    """Opens and locks the run's folder, writes config.json, catches SIGTERM, SIGINT and SIGHUP, and starts wandb where
+    it is wanted. model: the folder of the one model that is trained, whose run this is: its logs are there too, unless
+    --run names another place. seen: look_at(folder) from before it was decided where the run goes on. Raises BadInput
+    where another process is at work on the run, or was since then, and for the logs of another one."""
+    (rank, world), named = rank_and_world(), path_of("runs", args.run)
+    about = model and os.path.relpath(model, base_dir())
+    run = Run(args.run, device, rank, world, model or named, model if args.run == "dummy" else named,
+              wants_events=args.tensorboard)
     if rank == 0:
-        try:
-            os.makedirs(run.folder, exist_ok=True)
-        except OSError as error:
-            raise BadInput(f"cannot write to {run.folder} ({error.strerror})") from None
+        check_logs(args.run, run.logs, about)
+        for folder in (run.folder, run.logs):
+            try:
+                os.makedirs(folder, exist_ok=True)
+            except OSError as error:
+                raise BadInput(f"cannot write to {folder} ({error.strerror})") from None
         run.lock = lock_run(run.folder)
         if look_at(run.folder) != seen:
             raise BadInput(f"{run.folder}: another process was at work on this run until just now; start this again")
@@ -275,12 +299,12 @@ def start_run(args, device: torch.device, config: dict, seen: dict[str, int], re
             import wandb
             try:
                 run.wandb = wandb.init(project="nanochat-tango", name=args.run, id=args.run, resume="allow",
-                                       dir=run.folder, config=config)
+                                       dir=run.logs, config=config)
             except Exception as error:  # of many types: a key that is none, a service that does not answer
                 raise BadInput(f"--run {args.run}: wandb does not start: {error}; set WANDB_MODE=offline or "
                                f"WANDB_MODE=disabled") from None
-        if not resumed:
-            write_json(os.path.join(run.folder, "config.json"), config)
+        if not resumed or not os.path.exists(os.path.join(run.logs, "config.json")):
+            write_json(os.path.join(run.logs, "config.json"), config | ({"model": about} if model else {}))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the last one of a terminal that is closed
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's
             signal.signal(number, run.on_signal)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 import torch
 
 from nanochat.checkpoint import (begin_set, checksum, drop_old_sets, load_file, load_meta, load_optimizer, load_state,
-                                 restore_model, save_model, save_optimizer, save_state, saved_steps, steps_started_from,
+                                 restore_model, save_model, save_optimizer, save_state, saved_steps, spared_steps,
                                  weights_in)
 from nanochat.common import BadInput, all_reduce, print0, rank_and_world
 from nanochat.rl.learn.roles import short_name
@@ -106,7 +106,7 @@ def save_set(run, state: RunState, roles: dict, args) -> None:
                 save_state(run.name, step, saved | {"checksums": dict(checksums)})
                 tags = [tag_of(run.name, name) for name in roles]
                 drop_old_sets(run, path_of("runs", run.name, "state_{}.pt"), [path_of("rl", tag) for tag in tags],
-                              args.keep, step, {run.resumed_from} | steps_started_from("rl", tags))
+                              args.keep, step, spared_steps(run, args.resume_from_step, "rl", tags))
         run.writer.start(write, mark)
 
 

@@ -11,7 +11,7 @@ import torch
 from nanochat.common import BadInput
 from nanochat.kernels.losses import KL_ESTIMATORS, POLICY_LOSSES
 from nanochat.rl.credit.aggregation import AGGREGATIONS
-from nanochat.rl.credit.schedules import LR_SCHEDULES
+from nanochat.rl.credit.schedules import lr_factor
 from nanochat.rl.learn.heads import copy_shared_lambdas
 from nanochat.rl.learn.packing import batch_sizes
 from nanochat.rl.learn.roles import Role
@@ -90,7 +90,9 @@ def apply_update(t: Play, wanted: Update) -> dict:
     if times > 1:
         for batch in batches:
             batch.old_logprobs = score(role.model, batch, args.temperature)
-    lr = (role.lr if wanted.lr is None else wanted.lr) * LR_SCHEDULES[args.lr_schedule](t.progress(role.name))
+    made, total = t.steps[role.name], t.totals[role.name]
+    lr = role.lr if wanted.lr is None else wanted.lr
+    lr *= lr_factor(args.lr_schedule, args.warmup_ratio, made, total, total - 1)
     gaps, num_skipped = {} if t.moved & ids_of(role.model.parameters()) else None, 0
     for _ in range(times):
         metrics = update(role, batches, loss, lr=lr, max_grad_norm=args.max_grad_norm, temperature=args.temperature,

@@ -96,6 +96,8 @@ def check_finished(folder: str) -> None:
                                          for file in ("config.json", "summary.json", "metrics.jsonl"))
     if not os.path.exists(of_config):
         raise BadInput(f"{folder}: no config.json; is it the folder of a run?")
+    if "model" in read_json(of_config):
+        raise BadInput(f"{folder}: has the log of SFT or pretraining; there are reports of RL alone")
     if not os.path.exists(of_summary):
         num_steps = len(read_records(of_records)) if os.path.exists(of_records) else 0
         raise BadInput(f"{folder}: the run has not finished, it is at step {num_steps}")

@@ -15,7 +15,7 @@ from nanochat.engine import LEAST_TEMPERATURE
 from nanochat.kernels.losses import KL_ESTIMATORS, POLICY_LOSSES
 from nanochat.rl.credit.advantages import PRESETS
 from nanochat.rl.credit.aggregation import AGGREGATIONS
-from nanochat.rl.credit.schedules import LR_SCHEDULES
+from nanochat.rl.credit.schedules import add_schedule_args
 from nanochat.rl.learn.heads import add_head_args, check_head
 from nanochat.rl.learn.roles import RoleSpec, Start, head_of, name_of
 from nanochat.rl.play.play import Draw
@@ -100,7 +100,7 @@ def add_loss_args(group) -> None:
     group.add_argument("--updates-per-batch", type=at_least(1, int, 1000), default=1,
                        help="optimizer steps on each batch of rollouts")
     group.add_argument("--lr", type=at_least(0, float, MOST_LR), default=1e-4, help="AdamW; 1e-6 for 7B models")
-    group.add_argument("--lr-schedule", default="constant", choices=list(LR_SCHEDULES))
+    add_schedule_args(group, "constant", 0.0)
     group.add_argument("--max-grad-norm", type=at_least(0, float), default=1.0, help="0 = no clipping")
     group.add_argument("--micro-batch-tokens", type=at_least(1), default=4096,
                        help="tokens that go through a model at once; changes no result")

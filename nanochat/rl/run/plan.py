@@ -234,7 +234,7 @@ def describe_run(args, configs: dict[str, Config], held: dict[str, Held], draws:
     first, other = saved_bytes(configs, held, setting)
     lines.append(f"{(first + (ranks - 1) * other) / 1e9:.3f} GB on disk per checkpoint set (weights, and AdamW of what "
                  f"is trained); --save-every {args.save_every}, "
-                 + (f"the last {args.keep} are kept" if args.keep else "none is removed"))
+                 + (f"the last {args.keep} kept (--keep)" if args.keep else "none is removed"))
     lines.append(describe_stop(configs, held, most, setting, speed))
     return [*lines,
             f"computed for {ranks} x {speed.gpu} at {100 * speed.mfu:.0f}% of the peak FLOPs in training and "

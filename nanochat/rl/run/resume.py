@@ -7,7 +7,7 @@ import re
 from collections import Counter
 
 from nanochat.checkpoint import begun_steps, list_steps, saved_steps
-from nanochat.cli import check_unchanged
+from nanochat.cli import check_unchanged, continuing
 from nanochat.common import BadInput
 from nanochat.hf.files import read_json
 from nanochat.storage.files import path_of, read_records
@@ -51,7 +51,7 @@ def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, b
                        f"cannot change it")
     changed = [words for words in check_unchanged(f"run {args.run}", before, args, MAY_CHANGE | may_change, defaults)
                if not words.startswith("--resume-from-step ")]
-    said = f"continuing run {args.run} after step {step}" + (f" with {', '.join(changed)}" if changed else "")
+    said = continuing(f"run {args.run}", step, changed, args, defaults)
     if before.get("num_steps", args.num_steps) != args.num_steps:
         said += (f"\nwhat is scheduled over all steps, as --lr-schedule and a recipe's weights are, goes on as in a "
                  f"run of {args.num_steps} steps")

@@ -5,9 +5,9 @@ import math
 import random
 import re
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, print0
 from nanochat.dataloader import shuffled
-from nanochat.rl.records.outcomes import outcomes_of
+from nanochat.rl.records.outcomes import num_problems_of, outcomes_of
 from nanochat.rl.records.prompts import DEMOS, generator_prompt, quoting_prompt, refine_prompt
 from nanochat.rl.verify.critiques import CRITIQUES
 from nanochat.rl.verify.forms import FORMS, form_prompt, judged_together, one_bare
@@ -15,14 +15,15 @@ from tasks.common import demo_of
 from tasks.conversations import load_conversations
 
 
-def demonstration(args, task, tokenizer, index: int, sampled: list, context: int) -> tuple[list[int], list[int]]:
-    """Ids and loss mask of demonstration `index`: a function of the seed, the role and the index. Of both roles by
-    turns, each its own as if it were alone. Raises BadInput when it exceeds the context."""
+def demonstration(args, task, tokenizer, index: int, sampled: list, context: int,
+                  split: str = "sft") -> tuple[list[int], list[int]]:
+    """Ids and loss mask of demonstration `index` of a split: a function of the seed, the role and the index. Of both
+    roles by turns, each its own as if it were alone. Raises BadInput when it exceeds the context."""
     role = args.role
     if role == "both":
         role, index = ("generator", "verifier")[index % 2], index // 2
     rng = random.Random(f"{args.seed}-{role}-{index}")
-    problem = task.problem("sft", index)
+    problem = task.problem(split, index)
     if role == "generator":
         prompt = generator_prompt(tokenizer, task.fmt, problem.prompt)
         completion = demo_of(task, "solution_demo", problem, rng)
@@ -113,6 +114,20 @@ def num_bytes(messages: list[dict]) -> int:
     texts = [part["text"] for message in messages for part in (
         [{"text": message["content"]}] if isinstance(message["content"], str) else message["content"])]
     return sum(len(text.encode(errors="replace")) for text in texts)
+
+
+def held_out(args, task, tokenizer, context: int) -> list[tuple[list[int], list[int]]]:
+    """The first --eval-examples demonstrations of test_in, each once. Says why where there are none."""
+    if not args.eval_examples:
+        return []
+    try:
+        if args.conversations and args.conversations_share == 1:
+            raise BadInput("conversations alone are trained on, all of them")
+        num = num_problems_of(task, "test_in", args.eval_examples)
+        return [demonstration(args, task, tokenizer, i, [], context, "test_in") for i in range(num)]
+    except BadInput as error:
+        print0(f"there is no held-out loss: {error}")
+        return []
 
 
 class Examples:
