@@ -20,7 +20,7 @@ from nanochat.rl.records.prompts import Verification, parse_verification, read_s
 from nanochat.rl.report.terminal import add_colour_flag, printable_line, paint, printable, wants_colour
 from nanochat.storage.files import path_of
 from scripts.verifier_eval import load
-from tasks import TASKS, recorded_value, task_flags
+from tasks import format_of
 from tasks.formats import FORMATS, Format
 
 COLOURS = {True: "32", False: "31", None: "33"}  # green, red, yellow
@@ -114,29 +114,13 @@ def show_verdicts(fmt: Format, solution: str, verification: Verification, colour
         print(f"  (malformed: {', '.join(verification.unmet)})")
 
 
-def format_of(recorded: dict, where: str) -> str:
-    """The name of the format of the task that a checkpoint was trained on, chat where there was none. Raises BadInput,
-    which begins with `where`."""
-    if recorded.get("conversations") and recorded.get("conversations_share") == 1:
-        return "chat"  # it has never seen the task
-    task = recorded_value(recorded, "task", "", where)
-    if task == "mixture":
-        task = recorded_value(recorded, "mixture_tasks", task_flags()["mixture_tasks"], where).split(",")[0]
-    if not task:
-        return "chat"
-    if f"{task}_format" in task_flags():
-        return recorded_value(recorded, f"{task}_format", "paper", where)
-    kind = TASKS[task]
-    return getattr(kind, "func", kind).fmt.name  # a set of problems has its class under func
-
-
 def choose_format(args, recorded: dict, where: str) -> Format | None:
     """How a message becomes a prompt: a task's format, or None for chat. Raises BadInput."""
-    name = args.format or format_of(recorded, where)
-    if args.verifier and name == "chat":
+    fmt = FORMATS.get(args.format) if args.format else format_of(recorded, where)
+    if args.verifier and fmt is None:
         raise BadInput(f"--verifier {args.verifier}: a verifier judges steps, and chat has none: give --format "
                        f"{' or '.join(FORMATS)}")
-    return FORMATS.get(name)
+    return fmt
 
 
 def read_message() -> str | None:

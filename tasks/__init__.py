@@ -1,12 +1,15 @@
-"""Tasks by name. Each module has add_args(parser) for its flags and a class that takes (args, seed)."""
+"""Tasks by name, or by the file of one's own that has one. Each module has add_args(parser) for its flags and a class
+that takes (args, seed)."""
 import argparse
+import contextlib
 import random
 from functools import partial
 
 from nanochat.common import BadInput
+from nanochat.own_code import blaming, is_file, load_file, short
 from tasks import brittle, chain, competition, gsm8k, halves, last_letter, lookup, mixture, reasoning_gym, rewrite
 from tasks.common import SPLIT_BUCKETS, check_problem, demo_of
-from tasks.formats import Format
+from tasks.formats import FORMATS, Format
 
 TASKS = {"chain": chain.Chain, "brittle": brittle.Brittle, "halves": halves.Halves, "lookup": lookup.Lookup,
          "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture, "rewrite": rewrite.Rewrite,
@@ -20,6 +23,51 @@ EXPECTED = {str: "a text", int: "a whole number", float: "a number", bool: "true
 METHODS = ("problem", "check", "step_labels", "solution_demo", "corrupted_solution", "verification_demo")  # of a task
 
 
+def is_task(name: str) -> bool:
+    """Whether this is the name of a task, or of a file, which may be one."""
+    return name in TASKS or is_file(name)
+
+
+class Names(tuple):
+    """The names of tasks, among which are those of all files."""
+    def __contains__(self, name) -> bool:
+        return is_task(name)
+
+
+def class_of(name: str):
+    """What makes the task of this name, or the one in this file, from (args, seed). Raises BadInput."""
+    if not is_file(name):
+        return TASKS[name]
+    module = load_file("--task", name)
+    found = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__
+             and hasattr(kind, "problem")]
+    if len(found) != 1:
+        raise BadInput(f"--task {name}: needs one class with a method problem, and has {len(found)}")
+    return found[0]
+
+
+def text_of(name: str) -> str | None:
+    """The text of a task's file, None of a task of the repository. Raises BadInput."""
+    return load_file("--task", name).text if is_file(name) else None
+
+
+def own_flags(names: str) -> dict:
+    """The flags, and their defaults, of those of the tasks, separated by |, that are files. Raises BadInput."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for name in filter(is_file, names.split("|")):
+        add_own_args(parser, name)
+    return {action.dest: action.default for action in parser._actions}
+
+
+def add_own_args(parser, name: str) -> None:
+    """The flags of a task's file. Raises BadInput."""
+    module = load_file("--task", name)
+    if hasattr(module, "add_args"):
+        with blaming(f"--task {name}: add_args()", name):
+            module.add_args(parser.add_argument_group(f"task {short(name)}"))
+            parser.format_help()
+
+
 class ChooseTask(argparse.Action):
     """Takes a task's name; what --help shows after it are the flags of this task alone."""
     def __call__(self, parser, namespace, values, option_string=None) -> None:
@@ -31,13 +79,25 @@ class ChooseTask(argparse.Action):
 
 def add_task_args(parser) -> None:
     """--task and the flags of every task, of which --help shows those of the chosen one."""
-    choose = parser.add_argument("--task", default="chain", choices=list(TASKS), action=ChooseTask,
-                                 help="--task NAME --help shows its flags")
+    choose = parser.add_argument("--task", default="chain", choices=Names(TASKS), action=ChooseTask,
+                                 help="or a file (a path that ends in .py); --task NAME --help shows its flags")
     num_before = len(parser._actions)
     for module in MODULES:
         module.add_args(parser)
     choose.helps = {action: action.help for action in parser._actions[num_before:]}
     choose(parser, argparse.Namespace(), choose.default)
+    added = set()
+
+    def add_more(argv: list[str]) -> None:
+        names = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        names.add_argument("--task", nargs="?")
+        name = names.parse_known_args(argv)[0].task or ""
+        if is_file(name) and name not in added:
+            added.add(name)
+            add_own_args(parser, name)
+            if parser.get_default("task") is None:  # a checkpoint has them
+                parser.set_defaults(**dict.fromkeys(own_flags(name)))
+    parser.add_more = add_more
 
 
 def task_actions() -> list[argparse.Action]:
@@ -64,7 +124,7 @@ def recorded_value(recorded: dict, name: str, default, where: str):
     BadInput, which begins with `where`, unless it is of the default's type (an int may stand for a float) and one of
     the flag's choices."""
     value, kind = recorded.get(name, default), type(default)
-    if type(value) is not kind and (kind, type(value)) != (float, int):
+    if default is not None and type(value) is not kind and (kind, type(value)) != (float, int):
         raise BadInput(f"{where}: {name} is {value!r:.80}, expected {EXPECTED[kind]}")
     action = None if value == default else {action.dest: action for action in task_actions()}.get(name)
     if action and action.choices and value not in action.choices:
@@ -76,15 +136,33 @@ def complete_task_args(args, recorded: dict, where: str = "the checkpoint") -> N
     """Gives the task flags (and the seed) that are None in args the values recorded with a checkpoint or run, or their
     defaults. Raises BadInput, which begins with `where`, for a recorded value that the flag cannot have."""
     args.task = recorded_value(recorded, "task", "", where) or "chain" if args.task is None else args.task
-    for name, default in (task_flags() | {"seed": 0}).items():
-        if getattr(args, name) is None:
+    for name, default in (task_flags() | own_flags(args.task) | {"seed": 0}).items():
+        if getattr(args, name, None) is None:
             setattr(args, name, recorded_value(recorded, name, default, where))
 
 
+def format_of(recorded: dict, where: str) -> Format | None:
+    """The format of the task that a checkpoint was trained on, None where there was none. recorded: the flags that it
+    was trained with. Raises BadInput, which begins with `where`."""
+    if recorded.get("conversations") and recorded.get("conversations_share") == 1:
+        return None  # it has never seen the task
+    task = recorded_value(recorded, "task", "", where)
+    if task == "mixture":
+        task = recorded_value(recorded, "mixture_tasks", task_flags()["mixture_tasks"], where).split(",")[0]
+    if not task:
+        return None
+    if f"{task}_format" in task_flags():
+        return FORMATS[recorded_value(recorded, f"{task}_format", "paper", where)]
+    kind = class_of(task)
+    return getattr(kind, "func", kind).fmt  # a set of problems has its class under func
+
+
 def make_task(args):
-    """The task that --task names. Raises BadInput for flags that do not fit."""
-    task = TASKS[args.task](args, args.seed)
-    check_parts(args.task, task)
+    """The task that --task names. Raises BadInput for flags that do not fit, and for any error of a file."""
+    args = argparse.Namespace(**own_flags(args.task) | vars(args))
+    with blaming(f"--task {args.task}", args.task) if is_file(args.task) else contextlib.nullcontext():
+        task = class_of(args.task)(args, args.seed)
+        check_parts(args.task, task)
     return task
 
 
