@@ -157,7 +157,7 @@ def test_rows_of_ones_own_are_read_by_the_names_of_their_columns(tmp_path, row, 
 
 @pytest.mark.parametrize("flags, words", [
     ([], "--rows-data: name the files of train, test_in, test_out, or a folder that holds them"),
-    (["--data", "FILE", "--answer-column", "gold"], "FILE: has no column 'gold', only question, answer"),
+    (["--data", "FILE", "--answer-column", "gold"], "FILE: line 1: has no column 'gold', only question, answer"),
     (["--data", "FOLDER"], "--rows-data FOLDER: has 0 files train that end in"),
     (["--task", "gsm8k", "--gsm8k-data", "FILE"],
      "--gsm8k-data FILE: is a file; name the folder that holds train.jsonl and test.jsonl, or take --task rows")])
@@ -183,7 +183,7 @@ def test_rows_may_have_one_step_a_line(tmp_path):
 @pytest.mark.parametrize("sources, complaint", [
     (["/no/such.jsonl"], "--math-data /no/such.jsonl: no such file$"),
     (["no/such.jsonl"], "--math-data no/such.jsonl: no such file$"),  # written like a name of the hub
-    (["/no/such"], "--math-data /no/such: no such file that ends in .jsonl, .json, .parquet, and no name of a dataset"),
+    (["/no/such"], "--math-data /no/such: no such file that ends in .jsonl, .json, .parquet, .csv, and no name"),
     (["a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl"],
      "--math-data a.jsonl b.jsonl c.jsonl d.jsonl: at most 3 sources, of train, test_in, test_out"),
     (["/tmp", "/tmp"], "--math-data /tmp: no such file that ends in"),
