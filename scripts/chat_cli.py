@@ -16,12 +16,13 @@ from nanochat.common import BadInput, init_device
 from nanochat.engine import check_temperature, generate, row_key
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.rl.measure.scores import aligned
-from nanochat.rl.records.prompts import Verification, parse_verification, read_solution, verifier_prompt
+from nanochat.rl.records.prompts import (Verification, generator_prompt, parse_verification, read_solution,
+                                         verifier_prompt)
 from nanochat.rl.report.terminal import add_colour_flag, printable_line, paint, printable, wants_colour
 from nanochat.storage.files import path_of
 from scripts.verifier_eval import load
-from tasks import format_of
-from tasks.formats import FORMATS, Format
+from tasks import format_of, recorded_value
+from tasks.formats import FORMATS, Format, with_prompts
 
 COLOURS = {True: "32", False: "31", None: "33"}  # green, red, yellow
 WORDS = {True: "right", False: "wrong", None: "no verdict"}
@@ -148,7 +149,8 @@ def main(args) -> None:
     fmt, verifier = choose_format(args, recorded, where), None
     if args.verifier:
         stage = args.source if args.verifier in list_tags(args.source) else "sft"
-        verifier = load(stage, args.verifier, -1, tokenizer, device, "verifier")[0]
+        verifier, taught, where, _ = load(stage, args.verifier, -1, tokenizer, device, "verifier")
+        fmt = with_prompts(fmt, {"verifier_prompt": recorded_value(taught, "verifier_prompt", "", where)})
     colour = wants_colour(args.colour)
     print(f"{tag} of {path_of(args.source)}, step {step}; "
           + (f"problems in the format {fmt.name}" if fmt else "chat"))
@@ -158,11 +160,12 @@ def main(args) -> None:
             history, messages = ([], []) if said else (history, messages)
             continue
         try:
-            text = fmt.generator_prompt.format(problem=said) if fmt else said
-            if isinstance(tokenizer, HFTokenizer):  # a template of its own, which may say more than the turns
-                prompt = tokenizer.render_chat([*messages, {"role": "user", "content": text}])
+            if fmt:
+                prompt = generator_prompt(tokenizer, fmt, said)
+            elif isinstance(tokenizer, HFTokenizer):  # a template of its own, which may say more than the turns
+                prompt = tokenizer.render_chat([*messages, {"role": "user", "content": said}])
             else:
-                prompt = history + tokenizer.render_prompt(text)[1 if history else 0:]
+                prompt = history + tokenizer.render_prompt(said)[1 if history else 0:]
             tokens = answer(args, model, tokenizer, prompt, turn)
             print()
             if fmt:  # every message is a problem of its own
@@ -173,7 +176,7 @@ def main(args) -> None:
             else:
                 history = prompt + tokens
                 said_by_model = tokenizer.decode(tokens[:-1] if tokens[-1] in tokenizer.stop_tokens else tokens)
-                messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said_by_model}]
+                messages += [{"role": "user", "content": said}, {"role": "assistant", "content": said_by_model}]
         except BadInput as error:
             if args.prompt is not None:
                 raise

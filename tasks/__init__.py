@@ -5,11 +5,11 @@ import contextlib
 import random
 from functools import partial
 
-from nanochat.common import BadInput
-from nanochat.own_code import blaming, is_file, load_file, short
+from nanochat.common import BadInput, print0
+from nanochat.own_code import blaming, is_file, load_file, read_text, short
 from tasks import brittle, chain, competition, gsm8k, halves, last_letter, lookup, mixture, reasoning_gym, rewrite
 from tasks.common import SPLIT_BUCKETS, check_problem, demo_of
-from tasks.formats import FORMATS, Format
+from tasks.formats import FORMATS, PROMPTS, Format, with_prompts
 
 TASKS = {"chain": chain.Chain, "brittle": brittle.Brittle, "halves": halves.Halves, "lookup": lookup.Lookup,
          "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture, "rewrite": rewrite.Rewrite,
@@ -81,6 +81,13 @@ def add_task_args(parser) -> None:
     """--task and the flags of every task, of which --help shows those of the chosen one."""
     choose = parser.add_argument("--task", default="chain", choices=Names(TASKS), action=ChooseTask,
                                  help="or a file (a path that ends in .py); --task NAME --help shows its flags")
+    group = parser.add_argument_group("prompts")
+    group.add_argument("--system-prompt", default="", help="a system message before every prompt of every role")
+    for role in ("generator", "verifier"):
+        fields = "}, {".join(PROMPTS[f"{role}_prompt"])
+        group.add_argument(f"--{role}-prompt", type=prompt_file, default="", metavar="FILE",
+                           help=f"a template with {{{fields}}}, in place of the format's; its last line's end is left "
+                                f"out (python -m scripts.task_text shows prompts)")
     num_before = len(parser._actions)
     for module in MODULES:
         module.add_args(parser)
@@ -98,6 +105,14 @@ def add_task_args(parser) -> None:
             if parser.get_default("task") is None:  # a checkpoint has them
                 parser.set_defaults(**dict.fromkeys(own_flags(name)))
     parser.add_more = add_more
+
+
+def prompt_file(path: str) -> str:
+    """A type for argparse: the text of a file, "" of none."""
+    try:
+        return path and read_text("file", path).removesuffix("\n")
+    except BadInput as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def task_actions() -> list[argparse.Action]:
@@ -151,10 +166,20 @@ def format_of(recorded: dict, where: str) -> Format | None:
         task = recorded_value(recorded, "mixture_tasks", task_flags()["mixture_tasks"], where).split(",")[0]
     if not task:
         return None
+    prompts = {name: recorded_value(recorded, name, "", where) for name in PROMPTS}
     if f"{task}_format" in task_flags():
-        return FORMATS[recorded_value(recorded, f"{task}_format", "paper", where)]
+        return with_prompts(FORMATS[recorded_value(recorded, f"{task}_format", "paper", where)], prompts)
     kind = class_of(task)
-    return getattr(kind, "func", kind).fmt  # a set of problems has its class under func
+    return with_prompts(getattr(kind, "func", kind).fmt, prompts)  # a set of problems has its class under func
+
+
+def warn_of_prompts(tag: str, recorded: dict, args, role: str) -> None:
+    """Says so where a checkpoint was trained on a task, and with another of PROMPTS than it is asked with here."""
+    for name in PROMPTS:
+        before, now = recorded.get(name, ""), getattr(args, name)
+        if recorded.get("task") and before != now and name in ("system_prompt", f"{role}_prompt"):
+            print0(f"WARNING: {tag} was trained with another --{name.replace('_', '-')}: {before!a:.60}, and here it "
+                   f"is {now!a:.60}")
 
 
 def make_task(args):
@@ -163,6 +188,8 @@ def make_task(args):
     with blaming(f"--task {args.task}", args.task) if is_file(args.task) else contextlib.nullcontext():
         task = class_of(args.task)(args, args.seed)
         check_parts(args.task, task)
+        if any(getattr(args, name, "") for name in PROMPTS):
+            task.fmt = with_prompts(task.fmt, vars(args))
     return task
 
 

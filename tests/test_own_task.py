@@ -299,3 +299,34 @@ def test_a_file_that_is_no_task_is_refused_in_one_line(base, tmp_path, capsys, t
     (tmp_path / "own.py").write_text(text)
     line = refusal(capsys, *rl_flags("--task", str(tmp_path / "own.py")))
     assert line.startswith(f"error: --task {tmp_path / 'own.py'}: ") and words in line
+
+
+def recorded_with(base, **changes) -> None:
+    for tag in ("tiny", "tiny-ver"):
+        path = base / "chatsft_checkpoints" / tag / "meta_000200.json"
+        meta = json.loads(path.read_text())
+        path.write_text(json.dumps(meta | {"user_config": meta["user_config"] | changes}))
+
+
+def test_prompts_are_the_checkpoints_and_others_are_warned_of(base, tmp_path, capsys):
+    evaluate = ["-i", "sft", "-g", "tiny", "-x", "2", "-m", "4"]
+    (tmp_path / "t.txt").write_text("Solve {problem}")
+    recorded_with(base, system_prompt="Be brief.", verifier_prompt="{problem} {solution} {num_steps}")
+    chat_eval.main(parse(chat_eval, evaluate))
+    assert "WARNING" not in capsys.readouterr().out
+    chat_eval.main(parse(chat_eval, [*evaluate, "--generator-prompt", str(tmp_path / "t.txt")]))
+    assert ("WARNING: tiny was trained with another --generator-prompt: '', and here it is 'Solve {problem}'"
+            in capsys.readouterr().out)
+    train("--dry-run", "--run", "r")
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if "another --" in line] == [
+        "WARNING: tiny was trained with another --system-prompt: 'Be brief.', and here it is ''",
+        "WARNING: tiny-ver was trained with another --system-prompt: 'Be brief.', and here it is ''",
+        "WARNING: tiny-ver was trained with another --verifier-prompt: '{problem} {solution} {num_steps}', and here it "
+        "is ''"]
+    line = refusal(capsys, "-g", "tiny", "-i", "sft", "--verifier-prompt", str(tmp_path / "t.txt"), script=chat_eval)
+    assert line == "error: --verifier-prompt: has no {solution}"
+    recorded_with(base, system_prompt="x" * 128)
+    assert "its context 128" in refusal(capsys, *evaluate, script=chat_eval)
+    recorded_with(base, system_prompt="", generator_prompt="{problem.__class__}")
+    assert "{problem.__class__} in it is none of {problem}" in refusal(capsys, *evaluate, script=chat_eval)

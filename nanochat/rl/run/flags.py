@@ -24,7 +24,7 @@ from nanochat.rl.records.prompts import DEMOS, check_fit, longest_problem, templ
 from nanochat.rl.run.resume import MAY_CHANGE
 from nanochat.rl.verify.forms import FORMS, form_of
 from nanochat.storage.run import add_keep_arg
-from tasks import make_task, own_flags, recorded_value, task_flags
+from tasks import make_task, own_flags, recorded_value, task_flags, warn_of_prompts
 from tasks.common import SPLIT_BUCKETS, Problem
 
 MOST_LR = 1000
@@ -208,6 +208,7 @@ def check_task(args, task, starts: dict[str, Start]) -> None:
         if start.source == "sft" and isinstance(num_steps, int) and start.step < num_steps:
             print0(f"WARNING: the {name} starts from step {start.step} of {start.tag}, "
                    f"whose SFT was to make {num_steps}")
+        warn_of_prompts(start.tag, recorded, args, name)
         if recorded.get("task", args.task) != args.task and "task" not in explicit:
             raise BadInput(f"the {name}'s checkpoint {start.tag} was trained on task {recorded['task']}, and this run "
                            f"is on {args.task} by default: say --task {recorded['task']}, or --task {args.task}")
