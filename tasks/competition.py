@@ -198,7 +198,7 @@ def add_args(parser):
 
 class Competition(GradedSet):
     """One of SETS as a task. dropped[part, reason] and num_dropped: rows of its sources that are in no split."""
-    fmt = PAPER
+    fmt, out_words = PAPER, "second test set"
 
     def __init__(self, name: str, args, seed: int):
         self.name, self.seed, self.flag = name, seed, f"--{name}-data"

@@ -183,7 +183,7 @@ def add_format_arg(group, name: str) -> None:
 class GSM8K(GradedSet):
     """The GSM8K task. The order of its problems is a function of `seed`; num_dropped: how many rows had no readable
     gold answer, or another one than a row with the same question."""
-    name = "gsm8k"
+    name, out_words = "gsm8k", "other half of the test file"
 
     def __init__(self, args, seed: int):
         self.seed, self.fmt = seed, IN_WORDS[args.gsm8k_format]

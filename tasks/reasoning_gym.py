@@ -301,6 +301,8 @@ class ReasoningGym:
         self.out_options = self.options + out
         data_set(self.set_name, self.out_options, "--reasoning-gym-out-options")
         self.about = f"{self.set_name} of Reasoning Gym"
+        if not (self.is_worded or out):  # else test_out is other templates, or harder
+            self.out_words = "second held-out sample"
 
     def _given(self, split: str) -> tuple[str, ...]:
         return self.out_options if split == "test_out" else self.options

@@ -12,8 +12,11 @@ from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse, rl_flags, train
 from nanochat import recipes
 from nanochat.cli import script_main
 from nanochat.common import BadInput
-from nanochat.rl.records.outcomes import labels_of, outcomes_of, problems_of, texts_digest
+from nanochat.rl.measure.evals import PAIR_TABLE
+from nanochat.rl.records.outcomes import labels_of, outcomes_of, problems_of, texts_digest, words_of
+from nanochat.rl.report.report import read_run
 from nanochat.rl.run.flags import warn_of_shared
+from nanochat.rl.run.progress import print_table
 from nanochat.storage.files import read_records
 from scripts import chat_cli, chat_eval, chat_sft, label_steps, tango_rl, tok_train
 from tasks import TASKS
@@ -277,6 +280,7 @@ def test_a_file_is_a_task_everywhere_and_its_text_is_kept_and_compared(base, tmp
           "--num-samples", "2", "--eval-examples", "2", "--max-new-tokens", "4", "--save-every", "1", "--keep", "9"]
     tango_rl.main(parse(tango_rl, [*rl, *flags, "--num-steps", "1"]))
     assert (base / "runs" / "r" / "task.py").read_text() == OWN
+    assert read_run(str(base / "runs" / "r")).task == "mine" and (base / "runs" / "r" / "report.html").exists()
     moved = tmp_path / "elsewhere.py"
     own.rename(moved)
     assert refusal(capsys, *sft, *again, *flags, script=chat_sft) == f"error: --task {own}: no such file"
@@ -330,3 +334,15 @@ def test_prompts_are_the_checkpoints_and_others_are_warned_of(base, tmp_path, ca
     assert "its context 128" in refusal(capsys, *evaluate, script=chat_eval)
     recorded_with(base, system_prompt="", generator_prompt="{problem.__class__}")
     assert "{problem.__class__} in it is none of {problem}" in refusal(capsys, *evaluate, script=chat_eval)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({}, ["pass@1, out of distribution", "wrong steps that it passes, fixed"]),
+    ({"out_words": "other half", "has_step_labels": False}, ["pass@1, other half", "wrong solutions that it passes"])])
+def test_the_table_of_the_end_is_in_the_words_of_the_task_and_without_rows_of_nothing(capsys, changes, words):
+    before = {"gen/pass1_in": 0.5, "gen/pass1_out": None, "ver/step_f1_fixed": None,
+              "ver/wrong_steps_passed_fixed": 0.1}
+    print_table(before, before | {"gen/pass1_out": 0.25}, PAIR_TABLE, words_of(chain(**changes)))
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert len(lines) == 3 and all(word in line for word, line in zip(words, lines[1:], strict=True))
+    assert lines[1].split()[-4:] == ["-", "->", "25.0", "-"]

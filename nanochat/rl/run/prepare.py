@@ -19,7 +19,7 @@ from nanochat.rl.learn.roles import (check_configs, find_starts, load_configs, l
 from nanochat.rl.learn.state import RunState, load_set, tag_of
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.play.sampling import Sampler
-from nanochat.rl.records.outcomes import problems_digest, texts_digest
+from nanochat.rl.records.outcomes import problems_digest, texts_digest, words_of
 from nanochat.rl.run.flags import (ask, check_args, check_draws, check_problems, check_task, complete_args,
                                    warn_of_starts, with_times)
 from nanochat.rl.run.plan import (check_plan, check_sizes, describe_run, held_by, plan_of, planned, prompt_lengths,
@@ -155,6 +155,7 @@ def open_run(args, recipe, task, problems: list[int], starts: dict, device, dtyp
     args.run = gather_lists([claim_run_name(args.run)] if rank_and_world()[0] == 0 else [], device)[0]
     shown = [f"{short_name(role)}/{name}" for role, metrics in getattr(recipe, "SHOWN", {}).items() for name in metrics]
     config = {"args": vars(args), "world": world, "shown": shown, "about": getattr(task, "about", None),
+              "words": words_of(task),
               "recipe_mark": zlib.crc32((getattr(recipe, "text", None) or inspect.getsource(recipe)).encode()),
               "problems": problems[0], "texts": problems[1], "dtype": dtype_name(dtype),
               "starts": {name: asdict(start) for name, start in starts.items()}, **describe_versions()}
