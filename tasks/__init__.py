@@ -29,7 +29,7 @@ def is_task(name: str) -> bool:
 
 
 class Names(tuple):
-    """The names of tasks, among which are those of all files."""
+    """The names of tasks, to be listed; in it are those of all files too."""
     def __contains__(self, name) -> bool:
         return is_task(name)
 
@@ -79,7 +79,7 @@ class ChooseTask(argparse.Action):
 
 def add_task_args(parser) -> None:
     """--task and the flags of every task, of which --help shows those of the chosen one."""
-    choose = parser.add_argument("--task", default="chain", choices=Names(TASKS), action=ChooseTask,
+    choose = parser.add_argument("--task", default="chain", choices=Names([*TASKS, "FILE.py"]), action=ChooseTask,
                                  help="or a file (a path that ends in .py); --task NAME --help shows its flags")
     group = parser.add_argument_group("prompts")
     group.add_argument("--system-prompt", default="", help="a system message before every prompt of every role")
@@ -166,6 +166,10 @@ def format_of(recorded: dict, where: str) -> Format | None:
         task = recorded_value(recorded, "mixture_tasks", task_flags()["mixture_tasks"], where).split(",")[0]
     if not task:
         return None
+    if is_file(task):
+        args = argparse.Namespace(**dict.fromkeys([*task_flags(), "seed"]))
+        complete_task_args(args, recorded, where)
+        return make_task(args).fmt
     prompts = {name: recorded_value(recorded, name, "", where) for name in PROMPTS}
     if f"{task}_format" in task_flags():
         return with_prompts(FORMATS[recorded_value(recorded, f"{task}_format", "paper", where)], prompts)

@@ -242,8 +242,9 @@ class Competition(GradedSet):
     def problem(self, split: str, index: int) -> Problem:
         """Problem `index` of a split; the splits are endless. Raises BadInput for a split without problems."""
         if not self.splits[split]:
+            needed = "; it takes problems with a worked solution" * (split == "sft")
             raise BadInput(f"task {self.name}: has no problems for split {split} ({self.flag} is "
-                           f"{', '.join(SETS[self.name].parts)}; left out: {self.left_out or 'none'})")
+                           f"{', '.join(SETS[self.name].parts)}; left out: {self.left_out or 'none'}{needed})")
         return Problem(split, index, *nth_of_epochs(self.splits[split], self.seed, split, index))
 
     def _steps(self, problem: Problem) -> list[str]:

@@ -239,8 +239,8 @@ def test_a_part_that_a_task_lacks_is_named_before_any_work(base, monkeypatch, ca
 
 
 OWN = skeleton().replace("        return [...]", "        return [True] * len(self.fmt.step_spans(solution))").replace(
-    "fmt = \"mine\", PAPER", "fmt = \"mine\", COMPACT").replace("import PAPER", "import COMPACT").replace(
-    "self.seed = seed", "self.seed, self.most = seed, args.most") + '''
+    "name, fmt = \"mine\", PAPER", "name = \"mine\"").replace("import PAPER", "import COMPACT").replace(
+    "self.seed = seed", "self.seed, self.most, self.fmt = seed, args.most, COMPACT") + '''
     def solution_demo(self, problem, rng):
         return self.fmt.render_solution([problem.prompt], problem.answer)
 
