@@ -14,6 +14,7 @@ from nanochat.common import BadInput, dtype_name, print0
 from nanochat.hf.decoder import DecoderConfig
 from nanochat.hf.files import DTYPES, new_folder, write_model
 from nanochat.hf.tokenizer import load_tokenizer
+from nanochat.own_code import is_file
 from nanochat.rl.report.terminal import printable
 from nanochat.storage.files import path_of, whole_file
 from tasks import format_of
@@ -56,7 +57,10 @@ def main(args) -> None:
         raise BadInput(f"--model-tag {args.model_tag}: is nanochat's own model, which transformers does not know; "
                        f"only imported ones can be exported")
     recorded = meta.get("user_config", {})
-    card = model_card(args.model_tag, step, meta.get("role") or recorded.get("role"), format_of(recorded, path))
+    if is_file(str(recorded.get("task"))):
+        card = f"# {args.model_tag}, step {step}\n\nHow it is asked is in the task's file, {recorded['task']!r}.\n"
+    else:
+        card = model_card(args.model_tag, step, meta.get("role") or recorded.get("role"), format_of(recorded, path))
     tokenizer = load_tokenizer(path_of("tokenizer"))
     model, _ = load_model(args.stage, args.model_tag, torch.device("cpu"), torch.float32, step)
     write_model(folder, model.config, model.state_dict(), DTYPES[args.dtype], tokenizer)

@@ -24,6 +24,7 @@ from nanochat.cli import add_device_arg, at_least, check_name, new_parser, scrip
 from nanochat.common import BadInput, gather_lists, init_device, print0, rank_and_world
 from nanochat.engine import check_temperature
 from nanochat.hf.tokenizer import load_tokenizer
+from nanochat.own_code import is_file
 from nanochat.rl.measure.scores import aligned, first_error, first_error_scores, majority
 from nanochat.rl.measure.voting import SCORES, calibration, choose, final_share, mean_scores, step_share
 from nanochat.rl.play.sampling import Sampler
@@ -417,7 +418,8 @@ def load_players(args, tokenizer, device) -> tuple:
         generator, args.generator_step = load_generator(args, args.generator_step, tokenizer, device)
         task = make_task(args)
     else:
-        complete_task_args(args, recorded, where)
+        its_task = recorded_value(recorded, "task", "", where)
+        complete_task_args(args, recorded | {"task": "" if is_file(its_task) else its_task}, where)  # none is asked
     warn_of_prompts(args.verifier_tag, recorded, args, "verifier")
     sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, args.verifier_max_new_tokens,
                       args.temperature or 1.0, args.top_k, max_rows=args.max_rows)

@@ -36,7 +36,9 @@ class Names(tuple):
 
 def class_of(name: str):
     """What makes the task of this name, or the one in this file, from (args, seed). Raises BadInput."""
-    if not is_file(name):
+    if not is_task(name):
+        raise BadInput(f"--task {name}: there are {', '.join(TASKS)}, and files (a path that ends in .py)")
+    if name in TASKS:
         return TASKS[name]
     module = load_file("--task", name)
     found = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__
@@ -149,11 +151,20 @@ def recorded_value(recorded: dict, name: str, default, where: str):
 
 def complete_task_args(args, recorded: dict, where: str = "the checkpoint") -> None:
     """Gives the task flags (and the seed) that are None in args the values recorded with a checkpoint or run, or their
-    defaults. Raises BadInput, which begins with `where`, for a recorded value that the flag cannot have."""
-    args.task = recorded_value(recorded, "task", "", where) or "chain" if args.task is None else args.task
+    defaults. Raises BadInput, which begins with `where`, for a recorded value that the flag cannot have, and for a
+    file as its task: whose checkpoint is opened does not choose what code is run."""
+    if args.task is None:
+        args.task = recorded_value(recorded, "task", "", where) or "chain"
+        check_no_file(args.task, where, f"--task {args.task}")
     for name, default in (task_flags() | own_flags(args.task) | {"seed": 0}).items():
         if getattr(args, name, None) is None:
             setattr(args, name, recorded_value(recorded, name, default, where))
+
+
+def check_no_file(task: str, where: str, remedy: str) -> None:
+    """Raises BadInput for a task of a file, which nobody has named."""
+    if is_file(task):
+        raise BadInput(f"{where}: its task is of a file, {task!r:.200}, whose code is run where you name it: {remedy}")
 
 
 def format_of(recorded: dict, where: str) -> Format | None:
@@ -166,10 +177,7 @@ def format_of(recorded: dict, where: str) -> Format | None:
         task = recorded_value(recorded, "mixture_tasks", task_flags()["mixture_tasks"], where).split(",")[0]
     if not task:
         return None
-    if is_file(task):
-        args = argparse.Namespace(**dict.fromkeys([*task_flags(), "seed"]))
-        complete_task_args(args, recorded, where)
-        return make_task(args).fmt
+    check_no_file(task, where, "--format says how problems are put")
     prompts = {name: recorded_value(recorded, name, "", where) for name in PROMPTS}
     if f"{task}_format" in task_flags():
         return with_prompts(FORMATS[recorded_value(recorded, f"{task}_format", "paper", where)], prompts)

@@ -269,13 +269,14 @@ def test_a_file_is_a_task_everywhere_and_its_text_is_kept_and_compared(base, tmp
     assert (folder / "task.py").read_text() == OWN and (recorded["task"], recorded["most"]) == (str(own), 9)
     capsys.readouterr()
     label_steps.main(parse(label_steps, ["--generator-tag", "mine", "--num-problems", "1", "--num-samples", "1",
-                                         "--max-new-tokens", "4", "--method", "gold", "--out",
+                                         "--max-new-tokens", "4", "--method", "gold", "--task", str(own), "--out",
                                          str(tmp_path / "o.jsonl")]))
-    for more in ([], ["-a", f"chain|{own}"], ["--task", str(own)]):
+    for more in (["-a", f"chain|{own}"], ["--task", str(own)]):
         chat_eval.main(parse(chat_eval, ["-i", "sft", "-g", "mine", "-x", "2", "-m", "4", *more]))
         assert re.search(f"^{own} +2 problems", capsys.readouterr().out, re.MULTILINE)
-    script_main(chat_cli.main, chat_cli.make_parser(), ["-g", "mine", "-p", "1+2", "-m", "2", "--device-type", "cpu"])
-    assert "problems in the format compact" in capsys.readouterr().out
+    for script, more in ((chat_eval, ["-i", "sft"]), (chat_cli, ["-p", "1+2"])):  # a checkpoint runs no code
+        line = refusal(capsys, *more, "-g", "mine", "--device-type", "cpu", script=script)
+        assert f"its task is of a file, '{own}', whose code is run where you name it: --" in line
     rl = [*MODEL[:2], "--recipe", "grpo", "--device-type", "cpu", "--run", "r", "--examples-per-step", "2",
           "--num-samples", "2", "--eval-examples", "2", "--max-new-tokens", "4", "--save-every", "1", "--keep", "9"]
     tango_rl.main(parse(tango_rl, [*rl, *flags, "--num-steps", "1"]))
