@@ -132,9 +132,18 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         super().add_argument(action)
 
 
-def new_parser(description: str) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser with flags that follow from others: add_more(argv) adds them before they are read."""
+    add_more = staticmethod(lambda argv: None)
+
+    def parse_known_args(self, args=None, namespace=None):
+        self.add_more(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+
+def new_parser(description: str) -> Parser:
     """A parser of a script's flags, whose help begins with the script's docstring."""
-    return argparse.ArgumentParser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+    return Parser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
 
 
 def add_device_arg(parser) -> None:

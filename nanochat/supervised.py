@@ -15,6 +15,7 @@ from nanochat.checkpoint import (drop_old_sets, list_steps, load_file, load_meta
 from nanochat.cli import at_least, check_unchanged, continuing, in_words
 from nanochat.common import BadInput, CannotWrite, Diverged, StopRequested, dtype_name, print0, rank_and_world
 from nanochat.engine import generate, row_key
+from nanochat.own_code import both_files
 from nanochat.storage.files import check_writable, path_of
 from nanochat.storage.run import add_keep_arg, describe_versions, look_at, start_run, uses_wandb
 from nanochat.weights import check_weights, is_sharded, local_optimizer_state, refresh, whole_state
@@ -112,7 +113,8 @@ def resume_step(stage: str, tag: str, args, may_change: set[str],
         raise BadInput(f"{folder} has no step {step} to continue from; there are: "
                        f"{', '.join(map(str, steps)) or 'none'}")
     meta, _ = load_meta(path_of(stage, tag, f"meta_{step:06d}.json"))
-    changed = [words for words in check_unchanged(folder, meta["user_config"], args, may_change, defaults)
+    before = meta["user_config"]
+    changed = [words for words in check_unchanged(folder, before, args, may_change | both_files(before, args), defaults)
                if not words.startswith("--resume-from-step ")]
     return step, seen, continuing(folder, step, changed, args, defaults)
 

@@ -140,9 +140,14 @@ class Tokenizer:
         """Text of ids. Bytes that are not UTF-8 and special tokens become "?", so that text never grows when quoted."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace").replace("\ufffd", "?")
 
-    def render_prompt(self, user: str) -> list[int]:
-        """A one-turn conversation up to where the assistant begins."""
-        return self.render_chat([{"role": "user", "content": user}])
+    def spell(self, ids: list[int]) -> str:
+        """Text of ids to be looked at, with special tokens by their names."""
+        return b"".join(map(self.encoding.decode_single_token_bytes, ids)).decode("utf-8", errors="replace")
+
+    def render_prompt(self, user: str, system: str = "") -> list[int]:
+        """A one-turn conversation up to where the assistant begins, after a system message unless that is empty."""
+        said = [{"role": "system", "content": system}] if system else []
+        return self.render_chat([*said, {"role": "user", "content": user}])
 
     def render_chat(self, messages: list[dict]) -> list[int]:
         """A conversation that ends with the user's turn, up to where the assistant begins."""

@@ -16,12 +16,13 @@ from nanochat.common import BadInput, init_device, one_line, printable
 from nanochat.engine import check_temperature, generate, row_key
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.rl.measure.scores import aligned
-from nanochat.rl.records.prompts import Verification, parse_verification, read_solution, verifier_prompt
+from nanochat.rl.records.prompts import (Verification, generator_prompt, parse_verification, read_solution,
+                                         verifier_prompt)
 from nanochat.rl.report.terminal import add_colour_flag, paint, wants_colour
 from nanochat.storage.files import path_of
 from scripts.verifier_eval import load
-from tasks import TASKS, recorded_value, task_flags
-from tasks.formats import FORMATS, Format
+from tasks import format_of, recorded_value
+from tasks.formats import FORMATS, Format, with_prompts
 
 COLOURS = {True: "32", False: "31", None: "33"}  # green, red, yellow
 WORDS = {True: "right", False: "wrong", None: "no verdict"}
@@ -115,29 +116,13 @@ def show_verdicts(fmt: Format, solution: str, verification: Verification, colour
         print(f"  (malformed: {', '.join(verification.unmet)})")
 
 
-def format_of(recorded: dict, where: str) -> str:
-    """The name of the format of the task that a checkpoint was trained on, chat where there was none. Raises BadInput,
-    which begins with `where`."""
-    if recorded.get("conversations") and recorded.get("conversations_share") == 1:
-        return "chat"  # it has never seen the task
-    task = recorded_value(recorded, "task", "", where)
-    if task == "mixture":
-        task = recorded_value(recorded, "mixture_tasks", task_flags()["mixture_tasks"], where).split(",")[0]
-    if not task:
-        return "chat"
-    if f"{task}_format" in task_flags():
-        return recorded_value(recorded, f"{task}_format", "paper", where)
-    kind = TASKS[task]
-    return getattr(kind, "func", kind).fmt.name  # a set of problems has its class under func
-
-
 def choose_format(args, recorded: dict, where: str) -> Format | None:
     """How a message becomes a prompt: a task's format, or None for chat. Raises BadInput."""
-    name = args.format or format_of(recorded, where)
-    if args.verifier and name == "chat":
+    fmt = FORMATS.get(args.format) if args.format else format_of(recorded, where)
+    if args.verifier and fmt is None:
         raise BadInput(f"--verifier {args.verifier}: a verifier judges steps, and chat has none: give --format "
                        f"{' or '.join(FORMATS)}")
-    return FORMATS.get(name)
+    return fmt
 
 
 def read_message() -> str | None:
@@ -165,7 +150,8 @@ def main(args) -> None:
     fmt, verifier = choose_format(args, recorded, where), None
     if args.verifier:
         stage = args.source if args.verifier in list_tags(args.source) else "sft"
-        verifier = load(stage, args.verifier, -1, tokenizer, device, "verifier")[0]
+        verifier, taught, where, _ = load(stage, args.verifier, -1, tokenizer, device, "verifier")
+        fmt = with_prompts(fmt, {"verifier_prompt": recorded_value(taught, "verifier_prompt", "", where)})
     colour = wants_colour(args.colour)
     print(f"{tag} of {path_of(args.source)}, step {step}; "
           + (f"problems in the format {fmt.name}" if fmt else "chat"))
@@ -175,11 +161,12 @@ def main(args) -> None:
             history, messages = ([], []) if said else (history, messages)
             continue
         try:
-            text = fmt.generator_prompt.format(problem=said) if fmt else said
-            if isinstance(tokenizer, HFTokenizer):  # a template of its own, which may say more than the turns
-                prompt = tokenizer.render_chat([*messages, {"role": "user", "content": text}])
+            if fmt:
+                prompt = generator_prompt(tokenizer, fmt, said)
+            elif isinstance(tokenizer, HFTokenizer):  # a template of its own, which may say more than the turns
+                prompt = tokenizer.render_chat([*messages, {"role": "user", "content": said}])
             else:
-                prompt = history + tokenizer.render_prompt(text)[1 if history else 0:]
+                prompt = history + tokenizer.render_prompt(said)[1 if history else 0:]
             tokens = answer(args, model, tokenizer, prompt, turn, not history)
             print()
             if fmt:  # every message is a problem of its own
@@ -190,7 +177,7 @@ def main(args) -> None:
             else:
                 history = prompt + tokens
                 said_by_model = tokenizer.decode(tokens[:-1] if tokens[-1] in tokenizer.stop_tokens else tokens)
-                messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said_by_model}]
+                messages += [{"role": "user", "content": said}, {"role": "assistant", "content": said_by_model}]
         except BadInput as error:
             if args.prompt is not None:
                 raise

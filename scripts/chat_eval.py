@@ -27,7 +27,7 @@ from nanochat.rl.records.outcomes import answers_of, labels_of, lenient_outcomes
 from nanochat.rl.records.prompts import check_prompts_fit
 from nanochat.storage.files import check_writable, make_folder, path_of, read_json, write_json
 from scripts.verifier_eval import load_generator
-from tasks import TASKS, add_task_args, make_task, task_flags
+from tasks import TASKS, add_task_args, is_task, make_task, task_flags
 from tasks.multiple_choice import CHOICE_SETS, RANDOM_BASELINE, choice_prompt, load_choices
 
 SPLITS = {"test_in": "", "test_out": ", test_out"}
@@ -166,7 +166,7 @@ def load_tasks(args) -> dict:
     """The tasks and the choices that are asked for, by name. Raises BadInput."""
     found = {}
     for name in args.task.split("|"):
-        if name in TASKS:
+        if is_task(name):
             found[name] = make_task(argparse.Namespace(**{**vars(args), "task": name}))
             found[name].problem(args.split or "test_in", 0)  # there must be some
         else:
@@ -238,7 +238,7 @@ def check_args(args) -> None:
     asked = args.task_name or args.task or ""
     if twice := [name for name, count in Counter(asked.split("|")).items() if count > 1]:
         raise BadInput(f"-a {asked}: names {twice[0]} twice")
-    unknown = [name for name in asked.split("|") if asked and name not in {**TASKS, **CHOICE_SETS}]
+    unknown = [name for name in asked.split("|") if asked and not is_task(name) and name not in CHOICE_SETS]
     if unknown:
         raise BadInput(f"-a {asked}: {unknown[0]!r} is not a task; there are {', '.join([*TASKS, *CHOICE_SETS])}")
     if args.temperature == 0 and args.num_samples > 1:
@@ -250,7 +250,7 @@ def check_args(args) -> None:
         if os.path.exists(args.out) and not is_scores(args.out):
             raise BadInput(f"--out {args.out}: is there, and no earlier result of this script; take another name")
     for flag in ("split", "show"):
-        if (value := getattr(args, flag)) and asked and not set(asked.split("|")) & set(TASKS):
+        if (value := getattr(args, flag)) and asked and not any(map(is_task, asked.split("|"))):
             raise BadInput(f"--{flag} {value}: is of tasks, and -a {asked} names none")
     if args.choices and not set(asked.split("|")) & set(CHOICE_SETS):
         raise BadInput(f"--choices {args.choices}: is for {', '.join(CHOICE_SETS)}, and -a names none of them")
@@ -266,7 +266,7 @@ def main(args) -> None:
     model, step = load_generator(args, args.step, tokenizer, device)
     scores = {}
     for name, asked in load_tasks(args).items():
-        if name in TASKS:
+        if is_task(name):
             scores[name] = evaluate_task(args, name, asked, model, tokenizer, device)
             continue
         accuracy, num_long = letter_accuracy(model, tokenizer, asked, device)

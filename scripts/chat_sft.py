@@ -35,6 +35,7 @@ from nanochat.hf.decoder import Decoder
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.loss_eval import supervised_loss
 from nanochat.optim import muon_adamw, optimize
+from nanochat.own_code import check_texts, keep_texts
 from nanochat.rl.credit.schedules import add_schedule_args, lr_factor
 from nanochat.rl.learn.heads import check_shared, copy_shared_lambdas, share_layers
 from nanochat.rl.learn.roles import set_recompute
@@ -47,7 +48,7 @@ from nanochat.storage.run import Run, add_run_args
 from nanochat.supervised import (add_checkpoint_args, begin_run, check_skipped, greedy_texts, load_training,
                                  resume_step, save_training, saved_when_stopped, writing_checkpoints)
 from nanochat.weights import free_gathered
-from tasks import add_task_args, make_task
+from tasks import add_task_args, make_task, text_of
 
 # sft problems from this index on are for sampled solutions: demonstrations of an endless task never get there
 SAMPLED_FROM = 10_000_000
@@ -393,6 +394,8 @@ def prepare(args) -> Training | None:
     print0(f"SFT of the {args.role}{f' after step {resumed}' if resumed else ''}: {model.config}, "
            f"{sum(p.numel() for p in t.parameters):,} parameters trained, {device}, {model.compute_dtype}")
     begin_run(t, device, seen, resumed, said)
+    if resumed is None and t.run.rank == 0:
+        keep_texts(path_of("sft", tag), {"task": text_of(args.task)})
     return t
 
 
@@ -401,6 +404,7 @@ def go_on(t: Training, step: int, judged: tuple | None) -> None:
     saved, where = load_training(t, step, per_rank=t.args.shard), path_of("sft", t.tag)
     before = t.marks | {name: saved[name] for name in t.marks if name in saved}  # older ones do not tell of all
     check_same_files(before["files"], t.marks["files"], f"step {step} of {t.tag}")
+    check_texts(f"step {step} of {t.tag}", where, {"task": text_of(t.args.task)})
     if (before["problems"], before["texts"]) != (t.marks["problems"], t.marks["texts"]):
         raise BadInput(f"{where} was trained on other problems of task {t.task.name} or with another tokenizer: put "
                        f"its data file, its code or the tokenizer back as it was, or take another --model-tag")

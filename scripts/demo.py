@@ -40,6 +40,7 @@ def make_parser():
     parser.add_argument("--num-scored", type=at_least(0), default=100,
                         help="problems of the counts in the last lines, those that are shown among them")
     parser.add_argument("--split", choices=list(SPLITS), default="test_in", help="test_out: longer or other problems")
+    parser.add_argument("--task", metavar="FILE.py", help="of a run on a task of your own: its file")
     parser.add_argument("--seed", type=int, default=0, help="picks the problems")
     add_colour_flag(parser)
     add_device_arg(parser)
@@ -130,6 +131,7 @@ def main(args) -> None:
     checkpoints = find_checkpoints(run, roles)
     recorded, where = run.config["args"], path_of("runs", run.name, "config.json")
     flags = argparse.Namespace(**recorded | dict.fromkeys([*task_flags(), "seed"]))
+    flags.task = args.task
     complete_task_args(flags, recorded, where)
     max_new_tokens = recorded_value(recorded, "max_new_tokens", 0, where)
     limits = max_new_tokens, recorded_value(recorded, "verifier_max_new_tokens", max_new_tokens, where)

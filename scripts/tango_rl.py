@@ -23,6 +23,7 @@ from nanochat.hf.files import read_json
 from nanochat.rl.learn.roles import check_same_weights, short_name, trained_roles
 from nanochat.rl.learn.state import drop_sets_after, save_set, tag_of
 from nanochat.rl.play.play import Play
+from nanochat.rl.records.outcomes import words_of
 from nanochat.rl.run.flags import add_common_args
 from nanochat.rl.run.prepare import prepare
 from nanochat.rl.run.progress import print_table
@@ -128,7 +129,7 @@ def carry_out(t: Play, recipe) -> None:
         raise
     if seconds is not None:
         write_summary(t, after, seconds)
-    print_table(t.state.before, after, getattr(recipe, "TABLE", None))
+    print_table(t.state.before, after, getattr(recipe, "TABLE", None), words_of(t.task))
     run.finish()
     if run.rank == 0:
         print0(describe_disk([*(path_of("rl", tag_of(args.run, role)) for role in t.roles), run.folder]))

@@ -26,7 +26,6 @@ from tasks.common import demo_of
 def make_parser():
     parser = new_parser(__doc__)
     add_run_args(parser)
-    add_task_args(parser)
     parser.add_argument("--vocab-size", type=at_least(MIN_VOCAB_SIZE, int, 2 ** 24), default=MIN_VOCAB_SIZE,
                         help=f"ids, special tokens included; {MIN_VOCAB_SIZE} = no merges")
     parser.add_argument("--num-texts", type=at_least(1, int, 10 ** 7), default=5000,
@@ -39,6 +38,7 @@ def make_parser():
     parser.add_argument("--doc-cap", type=at_least(1), default=10_000,
                         help="with --data: characters of a document that count")
     parser.add_argument("--if-missing", action="store_true", help="leave a tokenizer that is there as it is")
+    add_task_args(parser)
     return parser
 
 

@@ -24,6 +24,7 @@ from nanochat.cli import add_device_arg, at_least, check_name, new_parser, scrip
 from nanochat.common import BadInput, gather_lists, init_device, print0, rank_and_world
 from nanochat.engine import check_temperature
 from nanochat.hf.tokenizer import load_tokenizer
+from nanochat.own_code import is_file
 from nanochat.rl.measure.scores import aligned, first_error, first_error_scores, majority
 from nanochat.rl.measure.voting import SCORES, calibration, choose, final_share, mean_scores, step_share
 from nanochat.rl.play.sampling import Sampler
@@ -32,9 +33,9 @@ from nanochat.rl.records.prompts import (Solution, Verification, check_prompts_f
                                          verifier_prompt)
 from nanochat.rl.report.judge_report import judge_report, rationales_of, report_lines
 from nanochat.storage.files import check_writable, path_of, read_json, write_json
-from tasks import add_task_args, complete_task_args, make_task, recorded_value, task_flags
+from tasks import add_task_args, complete_task_args, make_task, recorded_value, task_flags, warn_of_prompts
 from tasks.common import Problem
-from tasks.formats import FORMATS
+from tasks.formats import FORMATS, PROMPTS, with_prompts
 from tasks.processbench import HUB, LabelledSolution, load_processbench, solution_text
 
 CHOICES = ("pass@1", "maj", "bon", "weighted", "pass@n")
@@ -126,7 +127,7 @@ def check_args(args) -> None:
                        else f"--own-tag {args.own_tag}: is for --judge-report")
     if not args.own_tag and (args.own_step, args.own_source) != (-1, "sft"):
         raise BadInput(f"--own-step {args.own_step} --own-source {args.own_source}: are for --own-tag")
-    given = [name for name in task_flags() if getattr(args, name) is not None]
+    given = [name for name in task_flags().keys() - PROMPTS if getattr(args, name) is not None]
     if given and not args.generator_tag:
         raise BadInput(f"--{given[0].replace('_', '-')} {getattr(args, given[0])}: is for --generator-tag")
     check_players(args, {"processbench", "best_of_n", "judge_report"})
@@ -392,6 +393,7 @@ def load_generator(args, step: int, tokenizer, device) -> tuple:
         args.max_new_tokens = recorded_value(recorded, "max_new_tokens", min(256, generator.config.sequence_len // 2),
                                              where)
     complete_task_args(args, recorded, where)
+    warn_of_prompts(args.generator_tag, recorded, args, "generator")
     print0(f"{path_of(args.generator_source, args.generator_tag)} at step {step}, seed {args.seed} of problems, "
            f"{args.max_new_tokens} tokens at most")
     return generator, step
@@ -410,11 +412,15 @@ def load_players(args, tokenizer, device) -> tuple:
     if args.verifier_max_new_tokens >= context:
         raise BadInput(f"--verifier-max-new-tokens {args.verifier_max_new_tokens}: the verifier's context is {context}")
     generator = task = None
+    if args.verifier_prompt is None:  # the generator's checkpoint may know another, or none
+        args.verifier_prompt = recorded_value(recorded, "verifier_prompt", "", where)
     if args.generator_tag:
         generator, args.generator_step = load_generator(args, args.generator_step, tokenizer, device)
         task = make_task(args)
     else:
-        complete_task_args(args, recorded, where)
+        its_task = recorded_value(recorded, "task", "", where)
+        complete_task_args(args, recorded | {"task": "" if is_file(its_task) else its_task}, where)  # none is asked
+    warn_of_prompts(args.verifier_tag, recorded, args, "verifier")
     sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, args.verifier_max_new_tokens,
                       args.temperature or 1.0, args.top_k, max_rows=args.max_rows)
     print0(f"seed {args.seed}, at most {args.verifier_max_new_tokens} tokens per verification, "
@@ -432,7 +438,8 @@ def main(args) -> None:
                  else None)
     numbers = {"args": vars(args)}
     if args.processbench:
-        reader = replace(sampler, task=SimpleNamespace(fmt=FORMATS[args.format]))  # to verify takes no more of a task
+        fmt = with_prompts(FORMATS[args.format], vars(args))
+        reader = replace(sampler, task=SimpleNamespace(fmt=fmt))  # to verify takes no more of a task
         numbers["processbench"] = evaluate_processbench(args, samples, verifier, reader, device)
     if args.generator_tag:
         numbers["best_of_n"] = evaluate_best_of_n(args, task, generator, verifier, sampler, device)

@@ -1,5 +1,6 @@
 """
 Competition mathematics: MATH, Eurus-2 (what RL Tango trains on), and for evaluation only AIME, AMC and OlympiadBench.
+Task `rows` is any other set of problems with an answer, by the names of its columns.
 
 A set is a row of SETS, a way to write its rows down is a reader in READERS. The first part of a set to train on is
 dealt to sft and rl by a hash of the problem; a problem that a test part has too is left out of it. An epoch goes
@@ -13,14 +14,16 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from typing import NamedTuple
 
 from nanochat.common import BadInput, in_threads, print0
 from tasks.answers import boxed
 from tasks.common import GradedSet, Problem, in_split, nth_of_epochs
-from tasks.formats import PAPER
+from tasks.formats import IN_WORDS, PAPER
 from tasks.grading import readable
-from tasks.gsm8k import ANSWER, judge_equations, mistaken
+from tasks.gsm8k import (ANSWER, STATED_RESULT, add_format_arg, equations, gold_answer, judge_equations, with_slip,
+                         without_marks)
 from tasks.tables import FILES, read_file, read_hub, read_rows
 
 HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::(\w+))?")
@@ -44,7 +47,9 @@ SETS = {
     "aime": MathSet(TO_TEST, ("HuggingFaceH4/aime_2024:train", "math-ai/aime25:test"), ("aime24", "aime25")),
     "amc": MathSet(TO_TEST, ("math-ai/amc23:test",), ("amc23",)),
     "olympiad": MathSet(TO_TEST, ("Hothan/OlympiadBench/OE_TO_maths_en_COMP:train",), ("olympiad",)),
+    "rows": MathSet(TO_TRAIN, (), ("train", "test")),
 }
+COLUMNS = ("question", "answer", "solution")  # of rows, whose names flags give
 
 
 # Reading rows
@@ -66,12 +71,19 @@ def text_of(row: dict, *columns: str) -> str:
     raise ValueError(f"has no text for {' or '.join(columns)}")
 
 
-def read_plain(row: dict) -> Row:
-    """{"problem" or "question", "answer", "solution"}; without an answer it is the last box of the solution."""
-    solution = row["solution"].strip() if isinstance(row.get("solution"), str) else ""
-    from_solution = solution and row.get("answer") is None
-    return Row(text_of(row, "problem", "question"),
-               (boxed(solution) or "") if from_solution else text_of(row, "answer"), solution)
+def read_plain(row: dict, question: str = "", answer: str = "", solution: str = "") -> Row:
+    """{"problem" or "question", "answer", "solution"}, or columns of these names. Without an answer it is the last box
+    of the solution. An answer may be worked as GSM8K's are: what stands after its last "####" is the answer, and what
+    stands before the solution, where there is no other."""
+    asked = text_of(row, *([question] if question else ["problem", "question"]))
+    solution, answer = row.get(solution or "solution"), answer or "answer"
+    solution = solution.strip() if isinstance(solution, str) else ""
+    stated = solution if solution and row.get(answer) is None else text_of(row, answer)
+    worked, mark, gold = stated.rpartition("####")
+    if mark:
+        return Row(asked, gold_answer(stated) or gold.strip(),
+                   without_marks(worked).strip() if stated is solution or not solution else solution)
+    return Row(asked, (boxed(solution) or "") if stated is solution else stated, solution)
 
 
 # What Eurus asks after each problem; the format's own prompt says how to answer.
@@ -105,8 +117,9 @@ def read_row(row: dict) -> Row | None:
     return next((read for column, read in READERS.items() if column in row), read_plain)(row)
 
 
-def read_source(flag: str, source: str) -> list[Row | None]:
-    """The rows of a file or a dataset of the hub, None where one is no mathematics. Raises BadInput."""
+def read_source(flag: str, source: str, **columns: str) -> list[Row | None]:
+    """The rows of a file or a dataset of the hub, None where one is no mathematics. columns: those of `read_plain` that
+    have other names. Raises BadInput."""
     where, path = f"{flag} {source}", os.path.expanduser(source)
     is_table, hub = os.path.splitext(path)[1] in FILES, HUB_NAME.fullmatch(source)
     if is_table and os.path.isfile(path):
@@ -117,7 +130,7 @@ def read_source(flag: str, source: str) -> list[Row | None]:
     else:
         name, config, split = hub.groups()
         rows = read_hub(where, *([name, config] if config else [name]), split=split or "train")
-    return read_rows(rows, read_row)
+    return read_rows(rows, partial(read_plain, **columns) if columns else read_row, tuple(columns.values()))
 
 
 def same_text(problem: str) -> str:
@@ -168,22 +181,32 @@ def solution_steps(solution: str) -> list[str]:
 
 
 def add_args(parser):
-    group = parser.add_argument_group("competition mathematics")
+    group = parser.add_argument_group("competition mathematics, and rows of one's own")
     for name, row in SETS.items():
-        group.add_argument(f"--{name}-data", nargs="+", default=list(row.sources), metavar="SOURCE",
+        # of some scripts --data is text to train on
+        short = {"--data"} - parser._option_string_actions.keys() if name == "rows" else ()
+        group.add_argument(f"--{name}-data", *short, nargs="+", default=list(row.sources), metavar="SOURCE",
                            help=f"{', '.join(row.parts)}: each a {', '.join(FILES)} file or a dataset of the hub "
                                 f"(owner/name[/configuration][:split]), "
                                 f"last ones may be left out; or one folder with {', '.join(row.files)} as such "
-                                f"files; default: {' '.join(row.sources)}")
+                                f"files; default: {' '.join(row.sources) or 'none'}")
+    for column in COLUMNS:
+        group.add_argument(f"--rows-{column}-column", f"--{column}-column", default="", metavar="NAME",
+                           help=f"of a row; default: {'problem or ' * (column == 'question')}{column}")
+    add_format_arg(group, "rows")
 
 
 class Competition(GradedSet):
     """One of SETS as a task. dropped[part, reason] and num_dropped: rows of its sources that are in no split."""
-    fmt = PAPER
+    fmt, out_words = PAPER, "second test set"
 
     def __init__(self, name: str, args, seed: int):
         self.name, self.seed, self.flag = name, seed, f"--{name}-data"
-        rows = {part: read_source(self.flag, source) for part, source in self._sources(getattr(args, f"{name}_data"))}
+        self.fmt = IN_WORDS[getattr(args, f"{name}_format", PAPER.name)]
+        given = {column: getattr(args, f"{name}_{column}_column", "") for column in COLUMNS}
+        columns = {column: its_name for column, its_name in given.items() if its_name}
+        rows = {part: read_source(self.flag, source, **columns)
+                for part, source in self._sources(getattr(args, f"{name}_data"))}
         held_out = {same_text(row.problem) for part in rows if part != "train" for row in rows[part] if row}
         self.splits, self.solutions, self.dropped = {"sft": [], "rl": [], "test_in": [], "test_out": []}, {}, Counter()
         for part in rows:
@@ -201,6 +224,8 @@ class Competition(GradedSet):
     def _sources(self, given: list[str]) -> list[tuple[str, str]]:
         """(part, source) of the sources given by flag; those of a folder are its files. Raises BadInput."""
         parts, _, files = SETS[self.name]
+        if not given:
+            raise BadInput(f"{self.flag}: name the files of {', '.join(parts)}, or a folder that holds them")
         folder = os.path.expanduser(given[0])
         if len(given) == 1 and os.path.isdir(folder):
             given = []
@@ -217,8 +242,9 @@ class Competition(GradedSet):
     def problem(self, split: str, index: int) -> Problem:
         """Problem `index` of a split; the splits are endless. Raises BadInput for a split without problems."""
         if not self.splits[split]:
+            needed = "; it takes problems with a worked solution" * (split == "sft")
             raise BadInput(f"task {self.name}: has no problems for split {split} ({self.flag} is "
-                           f"{', '.join(SETS[self.name].parts)}; left out: {self.left_out or 'none'})")
+                           f"{', '.join(SETS[self.name].parts)}; left out: {self.left_out or 'none'}{needed})")
         return Problem(split, index, *nth_of_epochs(self.splits[split], self.seed, split, index))
 
     def _steps(self, problem: Problem) -> list[str]:
@@ -232,12 +258,16 @@ class Competition(GradedSet):
         return self.fmt.render_solution(self._steps(problem), problem.answer)
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """The source's solution, half of the time with a slip of a number or another problem's answer."""
+        """The source's solution, half of the time with another problem's answer or, where it is a number, with a slip:
+        a wrong number, and where it can be a wrong result of a plain equation that leads there."""
         steps, answer = self._steps(problem), problem.answer
-        if rng.random() < 0.5:
+        if rng.random() >= 0.5:
+            return self.fmt.render_solution(steps, answer)
+        if ANSWER.fullmatch(answer):
+            steps, answer = with_slip(steps, answer, rng, STATED_RESULT, equations)
+        else:
             others = (rng.choice(self.splits[problem.split])[1] for _ in range(20))
-            answer = (mistaken(answer, rng) if ANSWER.fullmatch(answer)
-                      else next((other for other in others if other != answer), answer))
+            answer = next((other for other in others if other != answer), answer)
         return self.fmt.render_solution(steps, answer)
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:

@@ -9,6 +9,13 @@ contexts. Marks are ordinary text, never special tokens.
 """
 import re
 from dataclasses import dataclass, replace
+from string import Formatter
+
+from nanochat.common import BadInput
+
+# What flags can say in other words: a message before every prompt, and templates, each with all of its fields
+PROMPTS = {"system_prompt": None, "generator_prompt": ("problem",),
+           "verifier_prompt": ("problem", "solution", "num_steps")}
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class Format:
     query_close: str
     info_open: str
     info_close: str
+    system_prompt: str = ""    # the system message before every prompt; "" for none
 
     def render_solution(self, steps: list[str], answer: str) -> str:
         """The text of a solution with these step bodies and this answer."""
@@ -122,6 +130,28 @@ class Format:
         """`text` with every reserved mark replaced by "?", so that quoted text can never forge a judgment. No mark
         holds a "?", so what is left cannot join up to a new one."""
         return re.sub("|".join(map(re.escape, self.reserved)), "?", text)
+
+
+def with_prompts(fmt: Format, flags: dict) -> Format:
+    """The format with those of PROMPTS that flags give. Raises BadInput for a template that lacks a field or has
+    another one."""
+    given = {name: flags[name] for name in PROMPTS if flags.get(name)}
+    for name in given.keys() - {"system_prompt"}:
+        check_template(f"--{name.replace('_', '-')}", given[name], PROMPTS[name])
+    return replace(fmt, **given) if given else fmt
+
+
+def check_template(where: str, text: str, fields: tuple[str, ...]) -> None:
+    """Raises BadInput, which begins with `where`, for a template that has not just these fields, as plain names."""
+    doubled = "a brace that is text is written {{ or }}"
+    try:
+        found = [(name, *how) for _, name, *how in Formatter().parse(text) if name is not None]
+    except ValueError as error:
+        raise BadInput(f"{where}: {error}: {doubled}") from None
+    if other := [name for name, spec, conversion in found if name not in fields or spec or conversion]:
+        raise BadInput(f"{where}: {{{other[0]}}} in it is none of {{{'}, {'.join(fields)}}}, without more; {doubled}")
+    if missing := [name for name in fields if name not in {name for name, *_ in found}]:
+        raise BadInput(f"{where}: has no {{{missing[0]}}}")
 
 
 def prompts_in_words(solution_form: str, judgment_form: tuple[str, str], correct: str, incorrect: str) -> dict:

@@ -24,6 +24,7 @@ INTEGER = "(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 ANSWER = re.compile(rf"-?{INTEGER}(?:\.[0-9]*)?|-?\.[0-9]+")
 CALCULATOR = re.compile("<<[^<>]*>>")  # how the dataset marks what a calculator may work out: 48/2 = <<48/2=24>>24
 SHOWN_RESULT = re.compile(CALCULATOR.pattern + rf"({INTEGER}(?:\.[0-9]+)?)")
+STATED_RESULT = re.compile(r"(?<==)(?: ?\$?)([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?)")  # of an equation without marks
 NO_EQUATION = "no equation"
 
 # Plain equations in text. Bounds on digits, operands and parentheses keep the search linear and the values small on any
@@ -47,6 +48,9 @@ def read_split(source: str, split: str) -> list[tuple[str, str]]:
         if not os.path.isfile(path):
             raise BadInput(f"{where}: has no {split}.jsonl")
         rows = read_file(path)
+    elif os.path.isfile(folder):
+        raise BadInput(f"{where}: is a file; name the folder that holds train.jsonl and test.jsonl, or take --task "
+                       f"rows --data {source} and a file to test on")
     elif re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
         rows = read_hub(where, source, "main", split=split)
     else:
@@ -179,7 +183,7 @@ def add_format_arg(group, name: str) -> None:
 class GSM8K(GradedSet):
     """The GSM8K task. The order of its problems is a function of `seed`; num_dropped: how many rows had no readable
     gold answer, or another one than a row with the same question."""
-    name = "gsm8k"
+    name, out_words = "gsm8k", "other half of the test file"
 
     def __init__(self, args, seed: int):
         self.seed, self.fmt = seed, IN_WORDS[args.gsm8k_format]

@@ -34,7 +34,8 @@ from nanochat.common import BadInput
 from tasks.answers import MAX_ANSWER
 from tasks.common import Problem, check_answer, draw_prompt, in_split, read_answer, split_stream
 from tasks.formats import IN_WORDS
-from tasks.gsm8k import add_format_arg, decimal_text, equations, judge_equations, number, with_slip
+from tasks.gsm8k import (STATED_RESULT, add_format_arg, decimal_text, equations, judge_equations, number,
+                         with_slip)
 
 # Worked solutions are rounded down without a word (2, 4, 49, 75, 99), have fractions or hours of 16 digits (46, 52,
 # 66), have a product that its signs do not give (60) or "24=24" (82).
@@ -61,7 +62,6 @@ ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupEr
 
 UNIT = re.compile(r"(?<=[0-9%])(?:[ /](?!x\b)[A-Za-z][A-Za-z'’-]*){1,8}(?= ?[-–−+*/x×÷=)])")
 UNKNOWN = re.compile(r"(?<=[0-9]) ?\+ ?[A-Z]\b")
-SHOWN_RESULT = re.compile(r"(?<==)(?: ?\$?)([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?)")
 MANY_DECIMALS = re.compile(r"\.[0-9]{5}")
 PLAIN = re.compile(r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 
@@ -301,6 +301,8 @@ class ReasoningGym:
         self.out_options = self.options + out
         data_set(self.set_name, self.out_options, "--reasoning-gym-out-options")
         self.about = f"{self.set_name} of Reasoning Gym"
+        if not (self.is_worded or out):  # else test_out is other templates, or harder
+            self.out_words = "second held-out sample"
 
     def _given(self, split: str) -> tuple[str, ...]:
         return self.out_options if split == "test_out" else self.options
@@ -367,7 +369,7 @@ class ReasoningGym:
         if not self.is_worded:
             answer = self.problem(problem.split, rng.randrange(SIZE)).answer
             return self.fmt.render_solution([answer], answer)
-        return self.fmt.render_solution(*with_slip(self._lines(problem), problem.answer, rng, SHOWN_RESULT,
+        return self.fmt.render_solution(*with_slip(self._lines(problem), problem.answer, rng, STATED_RESULT,
                                                    line_equations))
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:

@@ -3,6 +3,7 @@ Tables: the rows of a file or of a dataset of the hub, each after its place, for
 
     read_rows(read_file("train.jsonl"), read, columns=("question", "answer"))
 """
+import csv
 import glob
 import itertools
 import json
@@ -30,7 +31,22 @@ def parquet_rows(path: str) -> Iterator[tuple[str, object]]:
     return dataset_rows(path, "parquet", data_files=glob.escape(path), split="train")  # datasets takes it for a pattern
 
 
-FILES = {".jsonl": json_rows, ".json": json_rows, ".parquet": parquet_rows}  # what reads files of each ending
+def csv_rows(path: str) -> Iterator[tuple[str, object]]:
+    """Of comma-separated values below a line of names. Every value is text, as it is written."""
+    with reading(path), open(path, encoding="utf-8-sig", newline="") as f:
+        rows = csv.DictReader(f, strict=True)
+        try:
+            for row in rows:
+                if None in row or None in row.values():
+                    raise ValueError(f"line {rows.line_num} has {'more' if None in row else 'fewer'} values than the "
+                                     f"first line has names")
+                yield f"{path}: line {rows.line_num}", row
+        except csv.Error as error:
+            raise ValueError(f"line {rows.line_num}: {error}") from None
+
+
+# What reads files of each ending
+FILES = {".jsonl": json_rows, ".json": json_rows, ".parquet": parquet_rows, ".csv": csv_rows}
 
 
 def read_file(path: str) -> Iterator[tuple[str, object]]:

@@ -133,10 +133,57 @@ def test_sources_are_recorded_with_a_checkpoint_and_come_back():
     assert args.math_data == list(SETS["math"].sources)
 
 
+COLUMNS = ["--question-column", "q", "--answer-column", "a"]
+
+
+@pytest.mark.parametrize("row, flags, read", [
+    ({"q": "1+1?", "a": 2}, COLUMNS, ("1+1?", "2", "")),
+    ({"question": "no", "q": "1+1?", "a": "2", "how": "1+1 = 2", "solution": "no"},
+     [*COLUMNS, "--solution-column", "how"], ("1+1?", "2", "1+1 = 2")),
+    ({"question": "1+1?", "answer": "1+1 = <<1+1=2>>2\nSo.\n#### 2"}, [], ("1+1?", "2", "1+1 = 2\nSo.")),
+    ({"question": "1+1?", "answer": "so\n#### $1,002", "solution": "of #### its own"}, [],
+     ("1+1?", "1002", "of #### its own")),
+    ({"question": "1+1?", "solution": "1+1 = 2\n#### \\frac42"}, [], ("1+1?", "\\frac42", "1+1 = 2")),
+    ({"problem": "1+1?", "final_answer": "2", "answer": "3"}, ["--answer-column", "final_answer"], ("1+1?", "2", ""))])
+def test_rows_of_ones_own_are_read_by_the_names_of_their_columns(tmp_path, row, flags, read):
+    """What stands after #### is the answer, and before it the worked solution, as GSM8K has them; also in math."""
+    of_part = lambda part: {name: f"{part}: {value}" if value == read[0] else value for name, value in row.items()}
+    files = [write(tmp_path / f"{part}.jsonl", [of_part(part)]) for part in ("train", "test")]
+    for name in ("rows", "math") if not flags else ("rows",):
+        task = make_task(args_of("--task", name, "--data" if name == "rows" else "--math-data", *files, *flags))
+        assert task.splits["test_in"] == [(f"test: {read[0]}", read[1])]
+        assert task.solutions.get(f"test: {read[0]}", "") == read[2]
+
+
+@pytest.mark.parametrize("flags, words", [
+    ([], "--rows-data: name the files of train, test_in, test_out, or a folder that holds them"),
+    (["--data", "FILE", "--answer-column", "gold"], "FILE: line 1: has no column 'gold', only question, answer"),
+    (["--data", "FOLDER"], "--rows-data FOLDER: has 0 files train that end in"),
+    (["--task", "gsm8k", "--gsm8k-data", "FILE"],
+     "--gsm8k-data FILE: is a file; name the folder that holds train.jsonl and test.jsonl, or take --task rows")])
+def test_rows_that_are_not_there_are_named(tmp_path, flags, words):
+    there = {"FILE": write(tmp_path / "train.jsonl", [{"question": "1+1?", "answer": "2"}]),
+             "FOLDER": str(tmp_path / "empty")}
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadInput) as error:
+        make_task(args_of("--task", "rows", *(there.get(flag, flag) for flag in flags)))
+    for name, path in there.items():
+        words = words.replace(name, path)
+    assert words in str(error.value)
+
+
+def test_rows_may_have_one_step_a_line(tmp_path):
+    rows = [{"question": f"{k}+1?", "answer": f"{k}+1={k + 1}\n#### {k + 1}"} for k in range(20)]
+    path = write(tmp_path / "train.jsonl", rows)
+    task = make_task(args_of("--task", "rows", "--data", path, "--rows-format", "lines"))
+    question, answer = (problem := task.problem("sft", 0)).prompt, problem.answer
+    assert task.solution_demo(problem, random.Random(0)) == f"{question[:-1]}={answer}\n#### {answer}"
+
+
 @pytest.mark.parametrize("sources, complaint", [
     (["/no/such.jsonl"], "--math-data /no/such.jsonl: no such file$"),
     (["no/such.jsonl"], "--math-data no/such.jsonl: no such file$"),  # written like a name of the hub
-    (["/no/such"], "--math-data /no/such: no such file that ends in .jsonl, .json, .parquet, and no name of a dataset"),
+    (["/no/such"], "--math-data /no/such: no such file that ends in .jsonl, .json, .parquet, .csv, and no name"),
     (["a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl"],
      "--math-data a.jsonl b.jsonl c.jsonl d.jsonl: at most 3 sources, of train, test_in, test_out"),
     (["/tmp", "/tmp"], "--math-data /tmp: no such file that ends in"),
@@ -265,12 +312,14 @@ def test_a_solution_demo_is_the_worked_solution_and_right(task):
 
 
 def test_a_corrupted_solution_has_another_answer_half_of_the_time(task):
+    """Where it is a number, a slip in a plain equation comes with it, and a verification finds it."""
     problem, right = task.problem("rl", 0), 0
     demo = task.solution_demo(problem, random.Random(0))
     for i in range(200):
         solution = task.corrupted_solution(problem, random.Random(i))
-        assert (solution.split("<answer>")[0] == demo.split("<answer>")[0]
-                and task.check(problem, solution) is (solution == demo))
+        assert task.check(problem, solution) is (solution == demo)
+        verification = parse_verification(task.fmt, task.verification_demo(problem, solution, random.Random(0)), 4)
+        assert verification.verdict is all(verification.step_verdicts) is (solution == demo)
         right += solution == demo
     assert abs(right / 200 - 0.5) < 0.11  # three standard errors
 

@@ -17,9 +17,10 @@ from typing import NamedTuple
 import pytest
 from torch.distributed.run import get_args_parser
 
-from nanochat import recipes
 from nanochat.cli import script_main
+from nanochat import recipes
 from nanochat.common import BadInput
+from nanochat.own_code import is_file
 from scripts import tango_rl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,12 +152,12 @@ def parser_of(module, flags: list[str]):
 
 
 def check_flags(name: str, flags: list[str]) -> None:
-    """Raises BadInput for flags that the script does not take. A recipe in a file that is not there counts as the
-    default one."""
-    for i, (word, value) in enumerate(itertools.pairwise(flags)):
-        if word == "--recipe" and recipes.is_file(value) and not (ROOT / value).exists():
-            flags = flags[:i] + flags[i + 2:]
-            break
+    """Raises BadInput for flags that the script does not take. A recipe or task in a file that is not there counts as
+    the default one."""
+    for word, value in itertools.pairwise(list(flags)):
+        if word in ("--recipe", "--task") and is_file(value) and not (ROOT / value).exists():
+            at = flags.index(word)
+            flags = flags[:at] + flags[at + 2:]
     parser = parser_of(importlib.import_module(name), flags)
     parser.error = refuse
     with contextlib.suppress(SystemExit):  # --help

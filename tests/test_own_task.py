@@ -12,10 +12,13 @@ from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse, rl_flags, train
 from nanochat import recipes
 from nanochat.cli import script_main
 from nanochat.common import BadInput
-from nanochat.rl.records.outcomes import labels_of, outcomes_of, problems_of, texts_digest
+from nanochat.rl.measure.evals import PAIR_TABLE
+from nanochat.rl.records.outcomes import labels_of, outcomes_of, problems_of, texts_digest, words_of
+from nanochat.rl.report.report import read_run
 from nanochat.rl.run.flags import warn_of_shared
+from nanochat.rl.run.progress import print_table
 from nanochat.storage.files import read_records
-from scripts import chat_eval, chat_sft, tango_rl, tok_train
+from scripts import chat_cli, chat_eval, chat_sft, label_steps, tango_rl, tok_train
 from tasks import TASKS
 from tasks.chain import Chain
 from tasks.common import SPLIT_BUCKETS, Problem, demo_of
@@ -233,3 +236,114 @@ def test_a_part_that_a_task_lacks_is_named_before_any_work(base, monkeypatch, ca
     monkeypatch.setitem(TASKS, "mine", type("Mine", (Chain,), changes))
     line = refusal(capsys, *rl_flags("--task", "mine"))
     assert "--task mine: " in line and words in line and not (base / "runs").exists()
+
+
+OWN = skeleton().replace("        return [...]", "        return [True] * len(self.fmt.step_spans(solution))").replace(
+    "name, fmt = \"mine\", PAPER", "name = \"mine\"").replace("import PAPER", "import COMPACT").replace(
+    "self.seed = seed", "self.seed, self.most, self.fmt = seed, args.most, COMPACT") + '''
+    def solution_demo(self, problem, rng):
+        return self.fmt.render_solution([problem.prompt], problem.answer)
+
+    corrupted_solution = solution_demo
+
+    def verification_demo(self, problem, solution, rng):
+        return self.fmt.render_verification([""], [True], self.check(problem, solution))
+
+
+def add_args(parser):
+    parser.add_argument("--most", type=int, default=7, help="of something")
+'''
+MODEL = ["--model-tag", "mine", "--depth", "1", "--n-embd", "32", "--n-head", "1", "--sequence-len", "64",
+         "--device-type", "cpu"]
+
+
+def test_a_file_is_a_task_everywhere_and_its_text_is_kept_and_compared(base, tmp_path, capsys):
+    """With flags of its own, which a checkpoint has too; a moved file is the same task, a changed one is not."""
+    own, again = tmp_path / "mine.py", ["--resume-from-step", "1"]
+    own.write_text(OWN)
+    flags = ["--task", str(own), "--most", "9"]
+    sft = ["--role", "generator", *MODEL, "--num-steps", "2", "--save-every", "1", "--keep", "9"]
+    chat_sft.main(parse(chat_sft, [*sft, *flags]))
+    folder = base / "chatsft_checkpoints" / "mine"
+    recorded = json.loads((folder / "meta_000002.json").read_text())["user_config"]
+    assert (folder / "task.py").read_text() == OWN and (recorded["task"], recorded["most"]) == (str(own), 9)
+    capsys.readouterr()
+    label_steps.main(parse(label_steps, ["--generator-tag", "mine", "--num-problems", "1", "--num-samples", "1",
+                                         "--max-new-tokens", "4", "--method", "gold", "--task", str(own), "--out",
+                                         str(tmp_path / "o.jsonl")]))
+    for more in (["-a", f"chain|{own}"], ["--task", str(own)]):
+        chat_eval.main(parse(chat_eval, ["-i", "sft", "-g", "mine", "-x", "2", "-m", "4", *more]))
+        assert re.search(f"^{own} +2 problems", capsys.readouterr().out, re.MULTILINE)
+    for script, more in ((chat_eval, ["-i", "sft"]), (chat_cli, ["-p", "1+2"])):  # a checkpoint runs no code
+        line = refusal(capsys, *more, "-g", "mine", "--device-type", "cpu", script=script)
+        assert f"its task is of a file, '{own}', whose code is run where you name it: --" in line
+    rl = [*MODEL[:2], "--recipe", "grpo", "--device-type", "cpu", "--run", "r", "--examples-per-step", "2",
+          "--num-samples", "2", "--eval-examples", "2", "--max-new-tokens", "4", "--save-every", "1", "--keep", "9"]
+    tango_rl.main(parse(tango_rl, [*rl, *flags, "--num-steps", "1"]))
+    assert (base / "runs" / "r" / "task.py").read_text() == OWN
+    assert read_run(str(base / "runs" / "r")).task == "mine" and (base / "runs" / "r" / "report.html").exists()
+    moved = tmp_path / "elsewhere.py"
+    own.rename(moved)
+    assert refusal(capsys, *sft, *again, *flags, script=chat_sft) == f"error: --task {own}: no such file"
+    flags[1] = str(moved)
+    tango_rl.main(parse(tango_rl, [*rl, *flags, "--num-steps", "2", *again]))
+    moved.write_text(OWN + "\n# another idea\n")
+    for script, call in ((tango_rl, [*rl, *flags, "--num-steps", "3", "--resume-from-step", "2"]),
+                         (chat_sft, [*sft, *flags, *again])):
+        assert "was started with another text of this task" in refusal(capsys, *call, script=script)
+
+
+@pytest.mark.parametrize("text, words", [
+    ("class A\n", "SyntaxError"), ("x = 1\n", "needs one class with a method problem, and has 0"),
+    (OWN + "\nclass Two(Mine): pass\n", "and has 2"), (OWN.replace("args.most", "args.no"), "'no' (line "),
+    (OWN.replace('"--most"', '"--seed"'), "add_args(): ArgumentError"),
+    (OWN.replace("something", "50% x"), "add_args(): "),
+    (OWN.replace("step_labels(self", "labels(self"), "its class has no method step_labels"),
+    (OWN.replace("return Problem(", "return 1 / 0, Problem("), "ZeroDivisionError: division by zero (line ")])
+def test_a_file_that_is_no_task_is_refused_in_one_line(base, tmp_path, capsys, text, words):
+    (tmp_path / "own.py").write_text(text)
+    line = refusal(capsys, *rl_flags("--task", str(tmp_path / "own.py")))
+    assert line.startswith(f"error: --task {tmp_path / 'own.py'}: ") and words in line
+
+
+def recorded_with(base, **changes) -> None:
+    for tag in ("tiny", "tiny-ver"):
+        path = base / "chatsft_checkpoints" / tag / "meta_000200.json"
+        meta = json.loads(path.read_text())
+        path.write_text(json.dumps(meta | {"user_config": meta["user_config"] | changes}))
+
+
+def test_prompts_are_the_checkpoints_and_others_are_warned_of(base, tmp_path, capsys):
+    evaluate = ["-i", "sft", "-g", "tiny", "-x", "2", "-m", "4"]
+    (tmp_path / "t.txt").write_text("Solve {problem}")
+    recorded_with(base, system_prompt="Be brief.", verifier_prompt="{problem} {solution} {num_steps}")
+    chat_eval.main(parse(chat_eval, evaluate))
+    assert "WARNING" not in capsys.readouterr().out
+    chat_eval.main(parse(chat_eval, [*evaluate, "--generator-prompt", str(tmp_path / "t.txt")]))
+    assert ("WARNING: tiny was trained with another --generator-prompt: '', and here it is 'Solve {problem}'"
+            in capsys.readouterr().out)
+    train("--dry-run", "--run", "r")
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if "another --" in line] == [
+        "WARNING: tiny was trained with another --system-prompt: 'Be brief.', and here it is ''",
+        "WARNING: tiny-ver was trained with another --system-prompt: 'Be brief.', and here it is ''",
+        "WARNING: tiny-ver was trained with another --verifier-prompt: '{problem} {solution} {num_steps}', and here it "
+        "is ''"]
+    line = refusal(capsys, "-g", "tiny", "-i", "sft", "--verifier-prompt", str(tmp_path / "t.txt"), script=chat_eval)
+    assert line == "error: --verifier-prompt: has no {solution}"
+    recorded_with(base, system_prompt="x" * 128)
+    assert "its context 128" in refusal(capsys, *evaluate, script=chat_eval)
+    recorded_with(base, system_prompt="", generator_prompt="{problem.__class__}")
+    assert "{problem.__class__} in it is none of {problem}" in refusal(capsys, *evaluate, script=chat_eval)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({}, ["pass@1, out of distribution", "wrong steps that it passes, fixed"]),
+    ({"out_words": "other half", "has_step_labels": False}, ["pass@1, other half", "wrong solutions that it passes"])])
+def test_the_table_of_the_end_is_in_the_words_of_the_task_and_without_rows_of_nothing(capsys, changes, words):
+    before = {"gen/pass1_in": 0.5, "gen/pass1_out": None, "ver/step_f1_fixed": None,
+              "ver/wrong_steps_passed_fixed": 0.1}
+    print_table(before, before | {"gen/pass1_out": 0.25}, PAIR_TABLE, words_of(chain(**changes)))
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert len(lines) == 3 and all(word in line for word, line in zip(words, lines[1:], strict=True))
+    assert lines[1].split()[-4:] == ["-", "->", "25.0", "-"]

@@ -2,11 +2,12 @@
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from nanochat.common import BadInput
 from nanochat.rl.records.prompts import (UNMET, choice_text, generator_prompt, parse_choice, parse_scores,
                                          parse_verification, read_solution, refine_prompt, several_prompt,
                                          verifier_prompt)
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
-from tasks.formats import COMPACT, FORMATS, LINES, PAPER
+from tasks.formats import COMPACT, FORMATS, LINES, PAPER, with_prompts
 
 EVERY_FORMAT = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 SETTINGS = settings(max_examples=50, deadline=None)
@@ -378,3 +379,32 @@ def test_rendered_judgments_are_read_back_and_any_text_is_read(fmt, data):
     assert parse_choice(fmt, text) in (1, -1, None) and parse_choice(fmt, text, graded=True) in (*range(-3, 4), None)
     scores = parse_scores(fmt, text, num)
     assert scores is None or len(scores) == num and all(0 <= score <= 10 for score in scores)
+
+
+@pytest.mark.parametrize("name, text, words", [
+    ("generator_prompt", "Solve it.", "--generator-prompt: has no {problem}"),
+    ("verifier_prompt", "{problem} {solution}", "--verifier-prompt: has no {num_steps}"),
+    ("generator_prompt", "{problem} {question}", "--generator-prompt: {question} in it is none of {problem}, without"),
+    ("generator_prompt", "{problem} \\boxed{}", "{} in it is none of {problem}"),
+    ("generator_prompt", "{problem.__class__}", "{problem.__class__} in it is none"),
+    ("generator_prompt", "{problem:>99999999999}", "{problem} in it is none"),
+    ("generator_prompt", "{problem!r}", "{problem} in it is none"),
+    ("generator_prompt", "{problem} }", "--generator-prompt: Single '}' encountered in format string: a brace")])
+def test_a_template_without_just_its_fields_is_refused(name, text, words):
+    with pytest.raises(BadInput) as error:
+        with_prompts(PAPER, {name: text})
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@EVERY_TOKENIZER
+def test_prompts_of_ones_own_stand_in_every_prompt(tokenizer):
+    """The system prompt before prompts of every kind, a template in place of one; what is quoted forges nothing."""
+    fmt = with_prompts(COMPACT, {"system_prompt": "Be brief.", "generator_prompt": "{problem} {{=}}",
+                                 "verifier_prompt": "{num_steps} of {solution} {problem}"})
+    said = lambda ids: tokenizer.spell(ids).removeprefix("<|bos|><|user_start|>Be brief.\n\n")
+    end = "<|user_end|><|assistant_start|>"
+    assert said(generator_prompt(tokenizer, fmt, "1+2<|bos|>")) == "1+2<|bos|> {=}" + end
+    assert said(verifier_prompt(tokenizer, fmt, "1+2", "1+2:3;=3T")) == "1 of 1+2:3;=3? 1+2" + end
+    assert said(refine_prompt(tokenizer, fmt, "1+2", "a", "b")) == "a|b|1+2" + end
+    assert said(several_prompt(tokenizer, fmt, "pair_prompt", "1+2", ["a", "b"])) == "1+2|a|b|A" + end
+    assert generator_prompt(tokenizer, with_prompts(COMPACT, {}), "1+2") == tokenizer.render_prompt("1+2")

@@ -177,12 +177,15 @@ def test_transformers_opens_an_export(trained, trained_copy, tmp_path, role):
 
 def test_an_export_of_an_earlier_step_is_in_bf16_unless_told_otherwise(trained, trained_copy, tmp_path, capsys):
     run(hf_export, "--model-tag", "r-gen", "--step", 2, "--to", tmp_path / "export")
-    assert capsys.readouterr().out == (f"{path_of('rl', 'r-gen')} at step 2, float32 -> {tmp_path / 'export'}, "
-                                       f"bfloat16\n")
+    said, _, card = capsys.readouterr().out.partition("\n\n")
+    assert said == f"{path_of('rl', 'r-gen')} at step 2, float32 -> {tmp_path / 'export'}, bfloat16"
+    assert card == (tmp_path / "export" / "README.md").read_text() + "\n" and "The system message" not in card
+    assert "to the generator:\n\n    {problem}\n\n    Solve this step" in card and "verifier" not in card
     exported, expected = load_file(tmp_path / "export" / "model.safetensors"), state_of("rl", "r-gen", 2)
     assert all(x.dtype == torch.bfloat16 and torch.equal(x, expected[name].bfloat16()) for name, x in exported.items())
     assert len(exported) == len(expected) - 1  # the head is the embedding
     run(hf_export, "--stage", "sft", "--model-tag", "q", "--to", tmp_path / "untrained")
+    assert "trained on no task" in (tmp_path / "untrained" / "README.md").read_text()
     assert ((tmp_path / "untrained" / "model.safetensors").read_bytes()
             == (trained / "gen" / "model.safetensors").read_bytes())
 

@@ -10,8 +10,8 @@ from test_report import ROLLOUT, ROOT, experiment, made, make_run, refusal, repo
 
 from nanochat.common import BadInput
 from nanochat.rl.report import cards
-from nanochat.rl.report.page import axis_of, scale_of, scores_of, write_page, write_run_page
-from nanochat.rl.report.report import COLUMNS, cells, compare, filled, read_run, tidy
+from nanochat.rl.report.page import axis_of, scale_of, scores_of, title_of, write_page, write_run_page
+from nanochat.rl.report.report import compare, comparison, read_run, tidy
 from nanochat.storage.files import read_records
 
 # ruff: noqa: F811
@@ -121,10 +121,14 @@ def test_scores_are_the_first_and_last_evaluation_and_columns_that_say_nothing_a
     assert rows["generator pass@1, in distribution"] == ["10.0%", "30.0%", "+20.0"]
     assert rows["verifier balanced accuracy, fixed solutions"] == ["70.0%", "80.0%", "+10.0"]
     assert "steps per solution" not in rows
-    rows = compare([made(tmp_path, "chain-own-s0", 0, [0.1, 0.2, 0.3])])
-    columns, table = filled(COLUMNS, [cells(row) for row in rows])
-    assert columns == ["arm", "seeds", "final", "longer", "mean height"]
+    run = made(tmp_path, "chain-own-s0", 0, [0.1, 0.2, 0.3])
+    columns, table = comparison(compare([run]))
+    assert columns == ["arm", "seeds", "final", "out of distribution", "mean height"]
     assert table == [["own", "1", "30.0", "15.0", "20.0"]]
+    run.config["words"] = {"out of distribution": "other half", "wrong steps": "wrong solutions"}
+    assert comparison(compare([run]))[0][3] == "other half"
+    assert title_of("gen/pass1_out", run) == "generator pass@1, other half"
+    assert title_of("gen/wrong_passed", run) == "wrong solutions passed, moving average"
 
 
 @pytest.mark.parametrize("metric, axis", [

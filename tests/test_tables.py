@@ -1,4 +1,4 @@
-"""What users give as json: one reader for all of it, and numbers as they are written."""
+"""What users give as json, or as csv: one reader for all of it, and numbers as they are written."""
 import json
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from nanochat import core_eval
 from nanochat.common import BadInput
 from nanochat.rl.verify.labelled import solution_rows
 from tasks.common import Problem
-from tasks.competition import read_source
+from tasks.competition import Row, read_source
 from tasks.conversations import load_conversations
 from tasks.gsm8k import read_split
 from tasks.multiple_choice import load_choices
@@ -70,3 +70,16 @@ def test_rows_of_a_list_are_numbered(tmp_path):
     path.write_text('[{"problem": "p",\n "answer": }]')
     with pytest.raises(BadInput, match="a.json: is no json: Expecting value: line 2 column 12"):
         read_source("--x", str(path))
+
+
+def test_values_of_csv_are_as_they_are_written(tmp_path):
+    (path := tmp_path / "a.csv").write_text('\ufeffproblem,answer,solution\r\n"1, 2\nor 3?",007,\r\n\r\n'
+                                            f'b?,{10 ** 25 + 7},"say ""b"""\r\nc?,1.50,NA\r\n', encoding="utf-8")
+    assert read_source("--x", str(path)) == [Row("1, 2\nor 3?", "007", ""), Row("b?", f"{10 ** 25 + 7}", 'say "b"'),
+                                             Row("c?", "1.50", "NA")]
+    for rows, said in ((b"a,b,c\n", "line 2: has no text for problem"), (b"a,1,2,3\n", "line 2 has more values"),
+                       (b"a\n", "line 2 has fewer values"), (b'"a,1,\n', "line .: unexpected end of data"),
+                       (b"\xff,1,2\n", "is no text in UTF-8")):
+        path.write_bytes((b"a,b,c\n" if b"b,c" in rows else b"problem,answer,solution\n") + rows)
+        with pytest.raises(BadInput, match=f"a.csv: {said}"):
+            read_source("--x", str(path))

@@ -3,7 +3,7 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import TASK_FLAGS
+from conftest import TASK_FLAGS, parse
 from test_bad_input import refused
 
 from nanochat.common import CannotWrite
@@ -72,3 +72,19 @@ def test_two_calls_on_one_folder_do_not_disturb_each_other(tmp_path, monkeypatch
     assert f"{tmp_path}/.tx-killed.partial is of another process" in capsys.readouterr().out
     assert seconds and names(tmp_path) == [".tx-killed.partial", "tx"] and names(tmp_path / "tx") == SHARDS
     assert sum(len(path.read_text().splitlines()) for path in (tmp_path / "tx").iterdir()) == 9
+
+
+def test_without_a_folder_prompts_are_shown_as_a_model_sees_them(base, tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("{problem} {{so}}\n")
+    shown = lambda *flags: (task_text.main(parse(task_text, list(flags))), capsys.readouterr().out)[1].splitlines()
+    lines = shown(*TASK_FLAGS, "--system-prompt", "Be \x1b brief.", "--generator-prompt", str(tmp_path / "mine.txt"))
+    problem = lines[3].partition(" ")[0]
+    assert lines[1: 4] == ["<|bos|><|user_start|>Be ? brief.", "", f"{problem} {{so}}<|user_end|><|assistant_start|>"]
+    solution = lines[5].removesuffix("<|assistant_end|>")
+    assert f"{problem}|{solution}|" in lines[9] and lines[11].endswith("<|assistant_end|>")
+    assert [line[4:15] for line in lines if line.startswith("---")] == [
+        "the generat", "what its SF", "the verifie", "what its SF"]
+    rows = tmp_path / "rows.jsonl"  # nobody has shown how it is solved
+    rows.write_text('{"question": "1+1?", "answer": "2"}\n')
+    assert "<answer>\\boxed{2}</answer>" in " ".join(lines := shown("--task", "rows", "--data", str(rows)))
+    assert not [line for line in lines if "SFT" in line]

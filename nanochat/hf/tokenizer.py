@@ -294,9 +294,15 @@ class HFTokenizer:
         """Text of ids. Bytes that are not UTF-8 and control tokens become "?", so that text never grows when quoted."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace").replace("\ufffd", "?")
 
-    def render_prompt(self, user: str) -> list[int]:
-        """A one-turn conversation up to where the assistant begins."""
-        return self.render_chat([{"role": "user", "content": user}])
+    def spell(self, ids: list[int]) -> str:
+        """Text of ids to be looked at, with control tokens by their names."""
+        said = (self.tokens[i].encode() if i in self._controls else self.token_bytes(i) for i in ids)
+        return b"".join(said).decode("utf-8", errors="replace")
+
+    def render_prompt(self, user: str, system: str = "") -> list[int]:
+        """A one-turn conversation up to where the assistant begins, after a system message unless that is empty."""
+        said = [{"role": "system", "content": system}] if system else []
+        return self.render_chat([*said, {"role": "user", "content": user}])
 
     def render_chat(self, messages: list[dict]) -> list[int]:
         """A conversation up to where the assistant begins. Raises as render_conversation does."""

@@ -17,16 +17,15 @@ A recipe's docstring says where it departs from its paper. All depart in this: m
 import argparse
 import functools
 import importlib
-import os
 import pkgutil
 import re
-import sys
 from types import ModuleType
 
 from nanochat.cli import flags_in, hints_of
-from nanochat.common import BadInput, check_defaults, takes
+from nanochat.common import BadInput, takes
+from nanochat.own_code import is_file, load_file, short
 from nanochat.rl.learn.roles import RoleSpec, short_name, trained_roles
-from nanochat.rl.run.flags import add_role_args, ask, blame
+from nanochat.rl.run.flags import add_role_args, ask
 
 NEEDED = ("ROLES", "draws", "play", "evaluate")
 FUNCTIONS = {"add_args": "group", "check": "args, task", "draws": "args", "updates": "args", "play": "t",
@@ -45,15 +44,10 @@ def names() -> list[str]:
     return sorted(modules())
 
 
-def is_file(name: str) -> bool:
-    """Whether --recipe names a file, not a recipe of the repository."""
-    return name.endswith(".py") or os.sep in name
-
-
 def load(name: str) -> ModuleType:
     """The recipe of this name, or in this file. Raises BadInput for one that is unknown or lacks a part."""
     if is_file(name):
-        module = run_file(name, read_text(name))
+        module = load_file("--recipe", name)
     elif name in modules():
         module = importlib.import_module(modules()[name])
     else:
@@ -95,36 +89,6 @@ def check_roles(name: str, roles: dict[str, RoleSpec]) -> None:
         if endings.setdefault(spec.tag, spec.ending) != spec.ending:
             raise BadInput(f"--recipe {name}: the ending {spec.ending!r} of {role} needs a tag flag of its own, "
                            f"not {spec.tag}")
-
-
-@functools.cache
-def run_file(name: str, text: str) -> ModuleType:
-    """A module of this text, which it keeps as `text`. Raises BadInput for whatever the text does wrong."""
-    module = ModuleType(f"recipe_{re.sub(r'[^0-9A-Za-z]', '_', short(name))}")
-    module.__file__, module.text = name, text
-    sys.modules[module.__name__] = module  # where dataclasses look for it
-    try:
-        exec(compile(text, name, "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:
-        raise BadInput(f"--recipe {name}: {blame(error, name)}") from None
-    check_defaults()
-    return module
-
-
-def read_text(name: str) -> str:
-    """The text of a file. Raises BadInput."""
-    try:
-        with open(os.path.expanduser(name), encoding="utf-8-sig") as f:
-            return f.read()
-    except FileNotFoundError:
-        raise BadInput(f"--recipe {name}: no such file") from None
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--recipe {name}: cannot be read: {error}") from None
-
-
-def short(name: str) -> str:
-    """A recipe's name without its folder and ending."""
-    return os.path.splitext(os.path.basename(name))[0] if is_file(name) else name
 
 
 # Flags

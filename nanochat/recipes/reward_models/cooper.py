@@ -38,7 +38,8 @@ STATUS = ("runs: its frozen arm is gamed on three seeds; Cooper is not shown ahe
           "(-8.7 ± 19.3)")
 ROLES = {"generator": RoleSpec("--model-tag"), "rm": RoleSpec("--rm-tag", lr="--rm-lr")}
 SHOWN = {"generator": ["rewards/outcome/mean", "reasoning_steps"], "rm": ["pair_loss", "pair_accuracy"]}
-TABLE = {"gen/pass1_in": "greedy pass@1 by the gold check, in distribution", "gen/pass1_out": "the same, longer",
+TABLE = {"gen/pass1_in": "greedy pass@1 by the gold check, in distribution",
+         "gen/pass1_out": "the same, out of distribution",
          "gen/rule_in": "what the rule accepts of these", "gen/proxy_in": "what the reward model gives them"}
 TRIES = 3  # to write a wrong version that the rule refuses
 

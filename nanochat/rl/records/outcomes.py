@@ -79,6 +79,19 @@ def uncounted(task, problems: list, texts: list[str], outcomes: list[bool | None
             for problem, text, outcome, end in zip(problems, texts, outcomes, ended, strict=True)]
 
 
+def words_of(task) -> dict[str, str]:
+    """What tables and pages say of a task in place of the words that are there for all."""
+    words = {"out of distribution": task.out_words} if hasattr(task, "out_words") else {}
+    return words | ({} if getattr(task, "has_step_labels", True) else {"wrong steps": "wrong solutions"})
+
+
+def reworded(text: str, words: dict[str, str]) -> str:
+    """A text with the words of a task."""
+    for old, new in words.items():
+        text = text.replace(old, new)
+    return text
+
+
 def has_numbers(task) -> bool:
     """Whether a task's answers are numbers, so that there is a lenient accuracy."""
     return getattr(task, "has_numbers", False)

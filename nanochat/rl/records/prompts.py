@@ -59,20 +59,25 @@ def verify_prompts(tokenizer, fmt, problems: list[Problem], solutions: list[Solu
     return numbered(prompts, copies)
 
 
+def rendered(tokenizer, fmt, text: str) -> list[int]:
+    """Token ids of a prompt of this text, after the format's system prompt."""
+    return tokenizer.render_prompt(text, fmt.system_prompt)
+
+
 def refine_prompt(tokenizer, fmt, problem: str, solution: str = "", critique: str = "") -> list[int]:
     """Token ids of the prompt for a second attempt. No judgment is read from it, so marks may stand in it."""
-    return tokenizer.render_prompt(fmt.refine_prompt.format(problem=problem, solution=solution, critique=critique))
+    return rendered(tokenizer, fmt, fmt.refine_prompt.format(problem=problem, solution=solution, critique=critique))
 
 
 def reference_prompt(tokenizer, fmt, problem: str, answer: str = "") -> list[int]:
     """Token ids of the prompt after which a solution is scored against the gold answer."""
-    return tokenizer.render_prompt(fmt.reference_prompt.format(problem=problem, answer=answer))
+    return rendered(tokenizer, fmt, fmt.reference_prompt.format(problem=problem, answer=answer))
 
 
 def quoting_prompt(tokenizer, fmt, problem: str, template: str, **quoted: str) -> list[int]:
     """Token ids of a prompt of one of the format's templates; no marks of a judgment stand in what it quotes."""
     texts = {name: fmt.quote(text) for name, text in quoted.items()}
-    return tokenizer.render_prompt(getattr(fmt, template).format(problem=problem, **texts))
+    return rendered(tokenizer, fmt, getattr(fmt, template).format(problem=problem, **texts))
 
 
 # Kinds of demonstrations beside solutions (chat_sft --demo-shares), and the template that they stand after
@@ -87,12 +92,12 @@ def template_of(wrap: Callable) -> str:
 
 def generator_prompt(tokenizer, fmt, problem: str) -> list[int]:
     """Token ids of the generator's prompt."""
-    return tokenizer.render_prompt(fmt.generator_prompt.format(problem=problem))
+    return rendered(tokenizer, fmt, fmt.generator_prompt.format(problem=problem))
 
 
 def verifier_prompt(tokenizer, fmt, problem: str, solution: str) -> list[int]:
     """Token ids of the verifier's prompt: the problem, the solution and its number of steps (Tango section 3)."""
-    return tokenizer.render_prompt(fmt.verifier_prompt.format(
+    return rendered(tokenizer, fmt, fmt.verifier_prompt.format(
         problem=fmt.quote(problem), solution=fmt.quote(solution), num_steps=len(fmt.step_spans(solution))))
 
 
@@ -100,7 +105,7 @@ def several_prompt(tokenizer, fmt, template: str, problem: str, solutions: list[
     """Token ids of the verifier's prompt for several solutions together. template: a field of the format, such as
     "pair_prompt". The marks of a judgment cannot stand in what is quoted."""
     text = getattr(fmt, template).format(problem=fmt.quote(problem), solutions=listed(fmt, solutions))
-    return tokenizer.render_prompt(text)
+    return rendered(tokenizer, fmt, text)
 
 
 def listed(fmt, solutions: list[str]) -> str:

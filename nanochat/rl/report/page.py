@@ -10,9 +10,10 @@ from statistics import mean, stdev
 
 from nanochat.rl.learn.roles import short_name
 from nanochat.rl.measure.scores import verdict_scores
+from nanochat.rl.records.outcomes import reworded
 from nanochat.rl.report.cards import card, cards
 from nanochat.rl.report.fields import as_written, is_number
-from nanochat.rl.report.report import (ACCURACY, COLUMNS, EVALS, INDICATORS, Run, arm_order, cells, compare, filled,
+from nanochat.rl.report.report import (ACCURACY, EVALS, INDICATORS, Run, arm_order, compare, comparison,
                                        is_count, provenance, read_run, steps_of)
 from nanochat.storage.files import whole_file
 from tasks import flags_of_others
@@ -39,6 +40,11 @@ HEALTH = ("frac_reward_zero_std", "completions/clipped_ratio", "step_abstained",
           "verdicts/pred_pos_rate", "rollout_logprobs_diff_max")
 RELOAD_SECONDS = 20  # how often the page of a run that is under way reloads itself
 MOST_ROLLOUTS = 600
+
+
+def title_of(metric: str, run: Run) -> str:
+    """A metric's title, in the words of a run's task."""
+    return reworded(TITLES.get(metric, metric), run.words)
 
 
 def mean_curve(runs: list[Run], metric: str, x: str, in_order: bool = False) -> list[tuple]:
@@ -110,7 +116,7 @@ def draw_curves(runs: list[Run], path: str, watched: dict[str, str] | None = Non
     os.environ["MPLBACKEND"] = "agg"  # a notebook names its own, which need not be there
     import matplotlib  # here, since importing it makes its cache folder
     from matplotlib.figure import Figure
-    panels, titles, labels, width = panels_of(runs), TITLES, axes_of(runs), 4
+    panels, titles, labels, width = panels_of(runs), {}, axes_of(runs), 4
     if watched is not None:
         titles, width = watched, min(4, len(watched))
         panels = [(metric, "sampled_tokens", {arm: mean_curve(of_arm, metric, "sampled_tokens", in_order=True)
@@ -129,7 +135,7 @@ def draw_curves(runs: list[Run], path: str, watched: dict[str, str] | None = Non
                     axis.fill_between(xs, [y - s for y, s in zip(ys, spread, strict=True)],
                                       [y + s for y, s in zip(ys, spread, strict=True)],
                                       color=style["color"], alpha=0.15, linewidth=0)
-            axis.set_title(textwrap.fill(titles.get(metric, metric), 48), fontsize=9)
+            axis.set_title(textwrap.fill(titles.get(metric) or title_of(metric, runs[0]), 48), fontsize=9)
             axis.set_ylabel(unit_of(metric))
             if axis_of(metric):
                 axis.set_ylim(*(scale_of(metric) * end for end in axis_of(metric)))
@@ -178,7 +184,7 @@ def scores_of(run: Run) -> list[list[str]]:
         if not is_count(name) and name not in indicators and values:
             scale, digits = scale_of(name), 1 if scale_of(name) == 100 else 3
             first, last = (scale * value for value in (values[0], values[-1]))
-            rows.append([TITLES.get(name, name), f"{first:.{digits}f}{unit_of(name)}",
+            rows.append([title_of(name, run), f"{first:.{digits}f}{unit_of(name)}",
                          f"{last:.{digits}f}{unit_of(name)}", f"{last - first:+.{digits}f}"])
     return rows
 
@@ -186,11 +192,11 @@ def scores_of(run: Run) -> list[list[str]]:
 def task_of_page(of_task: list[Run], rows: list[dict]) -> dict:
     """The curves and the comparison of the runs of one task; a single run has none to be compared with."""
     labels = axes_of(of_task)
-    panels = [{"title": TITLES.get(metric, metric), "x": labels[x], "unit": unit_of(metric),
+    panels = [{"title": title_of(metric, of_task[0]), "x": labels[x], "unit": unit_of(metric),
                "range": axis_of(metric) and [scale_of(metric) * end for end in axis_of(metric)],
                "curves": {arm: in_percent(metric, points) for arm, points in curves.items()}}
               for metric, x, curves in panels_of(of_task)]
-    columns, table = filled(COLUMNS, [cells(row) for row in rows if row["task"] == of_task[0].task])
+    columns, table = comparison([row for row in rows if row["task"] == of_task[0].task])
     return {"name": of_task[0].task, "arms": list(arms_of(of_task)), "panels": panels, "columns": columns,
             "table": table if len(of_task) > 1 else []}
 

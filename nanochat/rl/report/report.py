@@ -8,14 +8,17 @@ steps of a recipe's first role, where none is called generator, stand under gen/
 import csv
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from statistics import NormalDist, mean, stdev
 
 from nanochat.common import BadInput, print0
 from nanochat.hf.files import read_json
+from nanochat.own_code import short
 from nanochat.rl.learn.roles import short_name
 from nanochat.rl.measure.scores import verdict_scores
+from nanochat.rl.records.outcomes import reworded
 from nanochat.rl.report.fields import as_written, is_number, number
 from nanochat.storage.files import path_of, read_records, whole_file
 from tasks import TASKS
@@ -76,6 +79,11 @@ class Run:
         return "generator" if "generator" in self.roles else self.roles[0]
 
     @property
+    def words(self) -> dict[str, str]:
+        """What its task says in place of general words; {} of an older run."""
+        return self.config.get("words", {})
+
+    @property
     def moved(self) -> set[str]:
         """The counts of roles' steps that are above 0 at its last point."""
         return {name for name, count in self.points[-1].items()
@@ -116,14 +124,15 @@ def read_run(folder: str, so_far: dict | None = None, watched: list[str] | tuple
     records, rollouts, examples = ([record for _, record in read_records(path)] if os.path.exists(path) else []
                                    for path in of_logs)
     with as_written(of_config):
-        task, seed, shown = config["args"]["task"], number(config["args"], "seed"), config.get("shown") or ()
+        task, seed, shown = short(config["args"]["task"]), number(config["args"], "seed"), config.get("shown") or ()
         starts = config.get("starts") or {"generator": {}, "verifier": {}}  # older runs do not name them
         for start in starts.values():
             for field in start.keys() & {"step", "fingerprint"}:
                 number(start, field)
         of_files = [task, *(start["tag"] for start in starts.values() if "tag" in start)]
+        texts = [*shown, *(text for pair in config.get("words", {}).items() for text in pair)]
         if not (all(re.fullmatch(r"[\w.-]+", name) for name in of_files)
-                and all(isinstance(name, str) for name in shown)):
+                and all(isinstance(text, str) for text in texts)):
             raise ValueError
     found = set(summary).union(*records)  # a role that these flags have no use for was not loaded, and counts nothing
     roles = [role for role in starts
@@ -333,7 +342,8 @@ def compare(runs: list[Run]) -> list[dict]:
                     gains.setdefault((arm, kind), {})[seed] = numbers[kind] - of_baseline
         for arm in sorted({arm for arm, _ in of_task}, key=arm_order):
             mine = {seed: run for (a, seed), run in of_task.items() if a == arm}
-            row = {"task": task, "arm": arm, "seeds": len(mine), "final": [finals[arm, s]["final"] for s in mine],
+            row = {"task": task, "words": next(iter(mine.values())).words, "arm": arm, "seeds": len(mine),
+                   "final": [finals[arm, s]["final"] for s in mine],
                    "final_out": [run.points[-1]["gen/pass1_out"] for run in mine.values()],
                    "area": [finals[arm, s]["area"] for s in mine], "has_oracle": any(a == ORACLE for a, _ in of_task)}
             for kind in ("final", "area"):
@@ -372,9 +382,9 @@ def at_equal_tokens(run: Run, baseline: Run, metric: str = ACCURACY) -> float | 
     return height_at(*curve(run, metric, "sampled_tokens"), baseline.points[-1]["sampled_tokens"])
 
 
-COLUMNS = ("arm", "seeds", "final", "longer", "mean height", "final - GRPO", "height - GRPO", "steps / GRPO's",
-           "tokens / GRPO's", "final at GRPO's tokens", "oracle's final gain", "oracle's height gain", "step F1",
-           "outcome F1")
+COLUMNS = ("arm", "seeds", "final", "out of distribution", "mean height", "final - GRPO", "height - GRPO",
+           "steps / GRPO's", "tokens / GRPO's", "final at GRPO's tokens", "oracle's final gain", "oracle's height gain",
+           "step F1", "outcome F1")
 
 
 def spread(values: list[float | None]) -> str:
@@ -410,10 +420,15 @@ def share(value: float | None, row: dict) -> str:
     return "not measurable" if value is None else f"{100 * value:.0f}%"
 
 
-def filled(columns: tuple, table: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+def filled(columns: Sequence[str], table: list[list[str]]) -> tuple[list[str], list[list[str]]]:
     """The columns that say something in some row, and the table of these."""
     kept = [i for i in range(len(columns)) if any(row[i] not in ("-", "not measurable") for row in table)]
     return [columns[i] for i in kept], [[row[i] for i in kept] for row in table]
+
+
+def comparison(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """The `filled` COLUMNS of rows of one task, in its words."""
+    return filled([reworded(column, rows[0]["words"]) for column in COLUMNS], [cells(row) for row in rows])
 
 
 def cells(row: dict) -> list[str]:
@@ -448,7 +463,7 @@ def markdown_table(rows: list[dict]) -> str:
     """The comparison, one table per task, without columns that say nothing."""
     text = ""
     for task in dict.fromkeys(row["task"] for row in rows):
-        columns, table = filled(COLUMNS, [cells(row) for row in rows if row["task"] == task])
+        columns, table = comparison([row for row in rows if row["task"] == task])
         text += f"\n{task}\n\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}\n"
         text += "".join(f"| {' | '.join(row)} |\n" for row in table)
         if all(row["seeds"] == 1 for row in rows if row["task"] == task):

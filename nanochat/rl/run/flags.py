@@ -2,7 +2,6 @@
 The flags that all recipes share, and what is refused before anything is loaded or written.
 """
 import argparse
-import traceback
 import zlib
 from argparse import BooleanOptionalAction
 from itertools import combinations
@@ -13,6 +12,7 @@ from nanochat.cli import SHARE, at_least, check_name, in_words
 from nanochat.common import BadInput, gather_lists, print0
 from nanochat.engine import LEAST_TEMPERATURE
 from nanochat.kernels.losses import KL_ESTIMATORS, POLICY_LOSSES
+from nanochat.own_code import blaming
 from nanochat.rl.credit.advantages import PRESETS
 from nanochat.rl.credit.aggregation import AGGREGATIONS
 from nanochat.rl.credit.schedules import add_schedule_args
@@ -24,7 +24,7 @@ from nanochat.rl.records.prompts import DEMOS, check_fit, longest_problem, templ
 from nanochat.rl.run.resume import MAY_CHANGE
 from nanochat.rl.verify.forms import FORMS, form_of
 from nanochat.storage.run import add_keep_arg
-from tasks import make_task, recorded_value, task_flags
+from tasks import make_task, own_flags, recorded_value, task_flags, warn_of_prompts
 from tasks.common import SPLIT_BUCKETS, Problem
 
 MOST_LR = 1000
@@ -210,12 +210,13 @@ def check_task(args, task, starts: dict[str, Start]) -> None:
         if start.source == "sft" and isinstance(num_steps, int) and start.step < num_steps:
             print0(f"WARNING: the {name} starts from step {start.step} of {start.tag}, "
                    f"whose SFT was to make {num_steps}")
+        warn_of_prompts(start.tag, recorded, args, name)
         if recorded.get("task", args.task) != args.task and "task" not in explicit:
             raise BadInput(f"the {name}'s checkpoint {start.tag} was trained on task {recorded['task']}, and this run "
                            f"is on {args.task} by default: say --task {recorded['task']}, or --task {args.task}")
         if recorded.get("task") != args.task or hasattr(task, "num_problems"):
             continue  # a finite task's flags say where its files are
-        defaults = task_flags()
+        defaults = task_flags() | own_flags(args.task)
         for flag in defaults.keys() & recorded.keys() - explicit:
             value = recorded_value(recorded, flag, defaults[flag], where)
             other = argparse.Namespace(**vars(args) | {flag: value})
@@ -285,15 +286,5 @@ def with_times(args, draws):
 
 def ask(name: str, recipe: ModuleType, part: str, *args):
     """What a recipe's function, if it has it, answers before the run. Raises BadInput, with the line, for any error."""
-    try:
+    with blaming(f"--recipe {name}: {part}()", recipe.__file__):
         return getattr(recipe, part)(*args) if hasattr(recipe, part) else None
-    except BadInput:
-        raise
-    except Exception as error:
-        raise BadInput(f"--recipe {name}: {part}(): {blame(error, recipe.__file__)}") from None
-
-
-def blame(error: BaseException, file: str) -> str:
-    """An error in words, with the last line of the file that it came through."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")

@@ -13,21 +13,21 @@ from nanochat.checkpoint import dtype_for, saved_steps, warn_of_dtype
 from nanochat.common import BadInput, dtype_name, gather_lists, init_device, print0, rank_and_world
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.kernels.losses import PolicyLoss
+from nanochat.own_code import check_texts, keep_texts
 from nanochat.rl.learn.roles import (check_configs, find_starts, load_configs, load_roles, name_of, needed, short_name,
                                      trained_roles)
 from nanochat.rl.learn.state import RunState, load_set, tag_of
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.play.sampling import Sampler
-from nanochat.rl.records.outcomes import problems_digest, texts_digest
+from nanochat.rl.records.outcomes import problems_digest, texts_digest, words_of
 from nanochat.rl.run.flags import (ask, check_args, check_draws, check_problems, check_task, complete_args,
                                    warn_of_starts, with_times)
 from nanochat.rl.run.plan import (check_plan, check_sizes, describe_run, held_by, plan_of, planned, prompt_lengths,
                                   setting_of)
-from nanochat.rl.run.resume import (check_no_models, check_problems_stayed, check_recipe_text, read_config,
-                                    resolve_resume)
-from nanochat.storage.files import check_writable, path_of, whole_file, write_json
+from nanochat.rl.run.resume import (check_no_models, check_problems_stayed, read_config, resolve_resume)
+from nanochat.storage.files import check_writable, path_of, write_json
 from nanochat.storage.run import choose_run_name, claim_run_name, describe_versions, look_at, start_run, uses_wandb
-from tasks import make_task
+from tasks import make_task, text_of
 from tasks.few_labels import FewLabels
 
 
@@ -100,13 +100,11 @@ def find_start(args, recipe, defaults: dict) -> tuple[int | None, dict, str]:
     """The step that a run is continued from (None: afresh), each role's starting checkpoint, and what is to be said of
     it. Raises BadInput."""
     may_change = {name_of(spec.lr) for spec in recipe.ROLES.values()}
-    if hasattr(recipe, "text"):  # which is compared, wherever its file is
-        may_change.add("recipe")
     tags = {tag_of(args.run, role): spec.trained for role, spec in recipe.ROLES.items()}
     step, said = resolve_resume(args, defaults, may_change, tags)
     if step is None:
         return None, find_starts(args, recipe.ROLES), said
-    check_recipe_text(args.run, getattr(recipe, "text", None))
+    check_texts(f"run {args.run}", path_of("runs", args.run), own_texts(args, recipe))
     return step, find_starts(args, recipe.ROLES, read_config(args.run).get("starts")), said
 
 
@@ -157,6 +155,7 @@ def open_run(args, recipe, task, problems: list[int], starts: dict, device, dtyp
     args.run = gather_lists([claim_run_name(args.run)] if rank_and_world()[0] == 0 else [], device)[0]
     shown = [f"{short_name(role)}/{name}" for role, metrics in getattr(recipe, "SHOWN", {}).items() for name in metrics]
     config = {"args": vars(args), "world": world, "shown": shown, "about": getattr(task, "about", None),
+              "words": words_of(task),
               "recipe_mark": zlib.crc32((getattr(recipe, "text", None) or inspect.getsource(recipe)).encode()),
               "problems": problems[0], "texts": problems[1], "dtype": dtype_name(dtype),
               "starts": {name: asdict(start) for name, start in starts.items()}, **describe_versions()}
@@ -171,9 +170,11 @@ def open_run(args, recipe, task, problems: list[int], starts: dict, device, dtyp
                    if before["args"].get(name) != value and name != "resume_from_step"}
         resumed = [*before.get("resumed", []), {"step": step, "changed": changed}]
         write_json(os.path.join(run.folder, "config.json"), before | {"args": vars(args), "resumed": resumed})
-    if not is_resumed:
-        run.remove("recipe.py")  # of a run that came to nothing
-    if not is_resumed and run.rank == 0 and hasattr(recipe, "text"):
-        with whole_file(os.path.join(run.folder, "recipe.py")) as f:
-            f.write(recipe.text)
+    if not is_resumed and run.rank == 0:
+        keep_texts(run.folder, own_texts(args, recipe))
     return run
+
+
+def own_texts(args, recipe) -> dict[str, str | None]:
+    """The texts of a recipe and a task from outside of the repository, None of those in it."""
+    return {"recipe": getattr(recipe, "text", None), "task": text_of(args.task)}

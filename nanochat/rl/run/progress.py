@@ -8,20 +8,23 @@ from nanochat.rl.learn.roles import short_name
 from nanochat.rl.learn.trainer import score
 from nanochat.rl.measure.evals import PASS_AT_1, sampled_scores
 from nanochat.rl.play.play import Play, warn_once
+from nanochat.rl.records.outcomes import reworded
 
 
 def percent(value: float | None) -> str:
     return "    -" if value is None else f"{100 * value:5.1f}"
 
 
-def print_table(before: dict, after: dict, words: dict[str, str] | None = None) -> None:
-    """Before -> after. words: shares to show, and what they are; by default pass@1, then others by name."""
+def print_table(before: dict, after: dict, shares: dict[str, str] | None, words: dict[str, str]) -> None:
+    """Before -> after, without what has no value at either end. shares: the scores to show, and what they are; by
+    default pass@1, then others by name; words: `words_of` the task."""
     plain = lambda value: "    -" if value is None else f"{value:5.3f}"
-    parts = [("held-out evaluation (percent)", words or PASS_AT_1, percent, 100)]
-    if words is None:
+    parts = [("held-out evaluation (percent)", shares or PASS_AT_1, percent, 100)]
+    if shares is None:
         parts.append(("other scores", {name: name for name in after if name not in PASS_AT_1}, plain, 1))
     for title, labels, show, scale in parts:
-        rows = [(label, before.get(name), after[name]) for name, label in labels.items() if name in after]
+        rows = [(reworded(label, words), before.get(name), after[name]) for name, label in labels.items()
+                if name in after and (before.get(name), after[name]) != (None, None)]
         if rows:
             print0(f"\n{title:58s} before    after   change")
         for label, old, new in rows:
@@ -134,7 +137,7 @@ def health_check(t: Play, role: str) -> list[str]:
     judged = {name: scores[f"ver/{name}_fixed"]
               for name in ("parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "outcome_f1",
                            "wrong_steps_passed", "right_steps_blamed")
-              if f"ver/{name}_fixed" in scores}
+              if scores.get(f"ver/{name}_fixed") is not None}
     for name, value in judged.items():
         print0(f"  verifier  {name:22s} {percent(value)}%")
     print0(f"  sampler vs trainer, largest logprob difference {gap:.2e}")
@@ -165,7 +168,7 @@ def health_warnings(sampled: dict, judged: dict, gap: float, dtype: torch.dtype,
     elif judged.get("pred_pos_rate") in (0.0, 1.0) or judged.get("balanced_acc") == 0.5:
         warnings.append("the verifier is constant (balanced accuracy 0.5): SFT it on balanced solutions, and use "
                         "--verifier-balance")
-    if (judged.get("wrong_steps_passed") or 0) > 0.5:
+    if judged.get("wrong_steps_passed", 0) > 0.5:
         warnings.append("the verifier passes over half of the wrong steps: a generator learns to write what it passes; "
                         "train its SFT longer, or on solutions with more mistakes")
     if not gap <= LARGEST_GAP.get(dtype, 0.1):  # nan too

@@ -10,6 +10,7 @@ from nanochat.checkpoint import begun_steps, list_steps, saved_steps
 from nanochat.cli import check_unchanged, continuing
 from nanochat.common import BadInput
 from nanochat.hf.files import read_json
+from nanochat.own_code import both_files
 from nanochat.storage.files import path_of, read_records
 
 # Flags that may differ between a run and its continuation; any other would make it another run.
@@ -45,8 +46,8 @@ def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, b
                        f"{', '.join(map(str, steps)) or 'none'}")
     check_records(args.run, folder, step)
     before = read_config(args.run)["args"]
-    is_own = "recipe" in may_change and str(before.get("recipe")).endswith(".py")
-    if before.get("recipe", args.recipe) != args.recipe and not is_own:
+    may_change = may_change | both_files(before, args)
+    if before.get("recipe", args.recipe) != args.recipe and "recipe" not in may_change:
         raise BadInput(f"--recipe {args.recipe}: run {args.run} is of recipe {before['recipe']}; a continued run "
                        f"cannot change it")
     changed = [words for words in check_unchanged(f"run {args.run}", before, args, MAY_CHANGE | may_change, defaults)
@@ -140,20 +141,3 @@ def read_config(run_name: str) -> dict:
     if not is_whole:
         raise BadInput(f"{path} is no run's configuration, or not as it was written")
     return config
-
-
-def check_recipe_text(run_name: str, text: str | None) -> None:
-    """Raises BadInput unless a recipe outside of the repository is, word for word, as when the run was started."""
-    path = path_of("runs", run_name, "recipe.py")
-    if not os.path.exists(path):
-        if text is not None:
-            raise BadInput(f"{path} is missing: nothing tells which text of the recipe run {run_name} was started with")
-        return
-    try:
-        with open(path, encoding="utf-8") as f:
-            recorded = f.read()
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path} cannot be read: {error}") from None
-    if recorded != text:
-        raise BadInput(f"run {run_name} was started with another text of this recipe ({path}); a continued run "
-                       f"cannot change it: start a new run, or put the old text back")
