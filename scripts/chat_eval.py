@@ -21,9 +21,9 @@ from nanochat.common import BadInput, all_reduce, gather_lists, init_device, pri
 from nanochat.dataloader import length_batches
 from nanochat.engine import check_temperature, pad_prompts
 from nanochat.hf.tokenizer import load_tokenizer
-from nanochat.rl.measure.scores import majority, pass_at_k, share_of
+from nanochat.rl.measure.scores import majority, outcome_of, pass_at_k, share_of
 from nanochat.rl.play.sampling import Sampler
-from nanochat.rl.records.outcomes import answers_of, labels_of, lenient_outcomes, outcomes_of, problems_of
+from nanochat.rl.records.outcomes import answers_of, counted_outcomes, labels_of, lenient_outcomes, problems_of
 from nanochat.rl.records.prompts import check_prompts_fit
 from nanochat.storage.files import check_writable, make_folder, path_of, read_json, write_json
 from scripts.verifier_eval import load_generator
@@ -72,8 +72,8 @@ def make_parser():
 def solve(args, task, split: str, model, sampler, device) -> list[dict]:
     """A row per problem of a split, over all ranks and in order: its part of a mixture; how many of the samples are
     right, how many right in every step (None where the task has no labels of steps), whether the most frequent answer
-    is right; how many ended, cannot be scored, have no answer that can be read; of each whether its last number is the
-    gold one ([] without numbers); and of the first --show problems what is shown of them."""
+    is right; how many ended, cannot be scored, are right and do not count, have no answer that can be read; of each
+    whether its last number is the gold one ([] without numbers); and of the first --show problems what is shown."""
     rank, world = rank_and_world()
     n = args.num_samples
     problems = problems_of(task, split, args.max_problems)
@@ -85,7 +85,7 @@ def solve(args, task, split: str, model, sampler, device) -> list[dict]:
     problems = problems[rank::world]
     rollouts, solutions = sampler.solve(model, problems, n, ("chat_eval", split), greedy=args.temperature == 0)
     stopped, rows, has_labels = rollouts.stopped.tolist(), [], getattr(task, "has_step_labels", True)
-    outcomes = outcomes_of(task, [problem for problem in problems for _ in range(n)], rollouts.texts)
+    outcomes, reasons = counted_outcomes(task, rollouts.problems(), rollouts.texts, stopped)
     for i, problem in enumerate(problems):
         mine = solutions[i * n: (i + 1) * n]
         found = outcomes[i * n: (i + 1) * n]
@@ -94,11 +94,11 @@ def solve(args, task, split: str, model, sampler, device) -> list[dict]:
         all_right = (sum(r and bool(steps) and all(steps) for r, steps in zip(right, labels, strict=True))
                      if has_labels else None)
         answers = answers_of(task, [s.text for s in mine], n)
-        vote = majority(answers)
         part = task.part(problem) if hasattr(task, "part") else task
         rows.append({"at": i * world + rank, "part": part.name, "right": sum(right), "all_right": all_right,
-                     "vote": vote is not None and right[answers.index(vote)],
+                     "vote": outcome_of(majority(answers), answers, right),
                      "ended": sum(stopped[i * n: (i + 1) * n]), "unscorable": found.count(None),
+                     "uncounted": sum(reason is not None for reason in reasons[i * n: (i + 1) * n]),
                      "unread": answers.count(None),
                      "lenient": lenient_outcomes(part, [problem] * n, [s.text for s in mine])})
         if rows[-1]["at"] < args.show:
@@ -127,7 +127,7 @@ def print_rows(name: str, rows: list[dict], n: int) -> dict[str, float]:
     """Prints a line of these rows' scores. -> `scores_of`, and how many problems, and samples without a score or an
     answer, there are"""
     scores, counts = scores_of(rows, n), {"problems": len(rows)}
-    counts |= {count: sum(row[count] for row in rows) for count in ("unscorable", "unread")}
+    counts |= {count: sum(row[count] for row in rows) for count in ("unscorable", "uncounted", "unread")}
     known = sum(len(row["lenient"]) for row in rows)  # samples that the lenient score is of
     shown = {title: f"{title} {100 * value:5.1f}%" for title, value in scores.items()}
     if 0 < known < n * len(rows):
@@ -135,6 +135,8 @@ def print_rows(name: str, rows: list[dict], n: int) -> dict[str, float]:
     parts = list(shown.values())
     if counts["unread"]:
         parts.append(f"no answer read in {counts['unread']} of {n * len(rows)}")
+    if counts["uncounted"]:
+        parts.append(f"{counts['uncounted']} are right but cut, or copied from the problem, and count as wrong")
     if counts["unscorable"]:
         parts.append(f"{counts['unscorable']} cannot be scored and count as wrong")
     print0(f"{name:40s} {len(rows):5d} problems | {' | '.join(parts)}")

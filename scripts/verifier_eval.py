@@ -28,7 +28,7 @@ from nanochat.own_code import is_file
 from nanochat.rl.measure.scores import aligned, first_error, first_error_scores, majority
 from nanochat.rl.measure.voting import SCORES, calibration, choose, final_share, mean_scores, step_share
 from nanochat.rl.play.sampling import Sampler
-from nanochat.rl.records.outcomes import ENDLESS, answers_of, labels_of, outcomes_of, problems_of
+from nanochat.rl.records.outcomes import ENDLESS, answers_of, counted_outcomes, labels_of, problems_of
 from nanochat.rl.records.prompts import (Solution, Verification, check_prompts_fit, count_copies, read_solution,
                                          verifier_prompt)
 from nanochat.rl.report.judge_report import judge_report, rationales_of, report_lines
@@ -302,7 +302,8 @@ def verified_solutions(args, task, generator, verifier, sampler, device) -> list
     rows: dict[int, dict] = {}
     verifications = verify_fitting(args, problems, solutions, verifier, sampler, ("best_of_n", "verify"))
     texts = [solution.text for solution in solutions]
-    outcomes, answers = outcomes_of(task, problems, texts), answers_of(task, texts, n)
+    outcomes, _ = counted_outcomes(task, problems, texts, solved.stopped.tolist())
+    answers = answers_of(task, texts, n)
     for problem, solution, length, outcome, answer, (said, said_lengths) in zip(
             problems, solutions, solved.lengths.tolist(), outcomes, answers, verifications, strict=True):
         num_steps = len(solution.step_ends)

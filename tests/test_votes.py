@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanochat.rl.measure.scores import majority
+from nanochat.rl.measure.scores import majority, outcome_of
 from nanochat.rl.play.play import Play
 from nanochat.rl.records.outcomes import answers_of, are_equal, uncounted
 from tasks.common import GradedSet, Problem
@@ -77,10 +77,18 @@ def test_a_right_answer_counts_where_it_ended_and_is_not_copied():
     assert uncounted(SimpleNamespace(), *rows) == [None, "cut", None, "cut", None, None]
     rollouts = SimpleNamespace(problems=lambda: rows[0], texts=texts, stopped=torch.tensor(rows[3]), columns={})
     for count_copies, outcomes in ((False, [True, False, False, False, False, False]),
-                                   (True, [True, False, True, False, False, True])):
-        play = SimpleNamespace(task=task, args=SimpleNamespace(count_copies=count_copies),
-                               check_texts=lambda problems, given: list(map(task.check, problems, given)))
+                                   (True, [True, False, True, False, False, True])):  # all are scored here
+        play = SimpleNamespace(task=task, args=SimpleNamespace(count_copies=count_copies), should_stop=lambda: False,
+                               check_stop=lambda: None)
         assert Play.check(play, rollouts) == outcomes
         assert rollouts.columns["uncounted"] == [None, "cut", None if count_copies else "copied", "cut", None,
                                                  None if count_copies else "copied"]
         assert Play.answers(play, rollouts) == ["5", None, "2+3", None, None, "2+3"]
+
+
+def test_a_vote_is_right_where_one_of_its_voters_is():
+    answers = ["5", None, "5", "6", "7"]
+    assert outcome_of("5", answers, [False, False, True, None, True]) is True
+    assert outcome_of("5", answers, [None, False, False, None, True]) is None
+    assert outcome_of("6", answers, [True, True, True, False, True]) is False
+    assert outcome_of(None, [None], [True]) is False and outcome_of(None, [], []) is False

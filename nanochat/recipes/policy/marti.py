@@ -27,7 +27,7 @@ from nanochat.recipes.policy.score import changes
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS, are_right, pass_at_1
 from nanochat.rl.measure.observe import gathered_verdict_scores, log_rewards
-from nanochat.rl.measure.scores import majority, share_of
+from nanochat.rl.measure.scores import majority, outcome_of, share_of
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import empty_verifier_prompt, refine_prompt
 from nanochat.rl.records.rollouts import Rollouts
@@ -155,8 +155,8 @@ def evaluate(t: Play) -> dict:
         turns = GRAPHS[t.args.graph](t, t.problems(t.args.eval_examples, split), team, greedy=team == 1)
         answers, final, voted = t.answers(turns[-1].rollouts, team), turns[-1].rewards, []
         for i in range(0, len(final), team):
-            vote = majority(answers[i: i + team])
-            voted.append(False if vote is None else final[answers.index(vote, i)])
+            said = answers[i: i + team]
+            voted.append(outcome_of(majority(said), said, final[i: i + team]))
         outcomes = {turn.name: t.gather(turn.rewards) for turn in turns[:-1]} | {"final": t.gather(voted)}
         judged = [R for R in outcomes.pop("judged", []) if R is not None]
         scores |= {f"gen/{turn}_{name}": share_of(are_right(found, split)) for turn, found in outcomes.items()}

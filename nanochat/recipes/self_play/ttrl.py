@@ -23,7 +23,7 @@ from nanochat.common import BadInput
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards
-from nanochat.rl.measure.scores import majority
+from nanochat.rl.measure.scores import majority, outcome_of
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.rollouts import Rollouts
 
@@ -92,10 +92,10 @@ def play(t: Play):
 
 
 def outcomes_of_labels(columns: dict[str, list], labels: list[str | None]) -> list[bool | None]:
-    """Whether each label is right: as the first vote for it is, and wrong where there is none."""
+    """Whether each label is right, as the votes for it are; wrong where there is none."""
     N = len(columns["answer"]) // max(1, len(labels))
-    first = [None if label is None else columns["answer"].index(label, i * N) for i, label in enumerate(labels)]
-    return [False if n is None else columns["outcome"][n] for n in first]
+    return [outcome_of(label, *(columns[name][i * N: (i + 1) * N] for name in ("answer", "outcome")))
+            for i, label in enumerate(labels)]
 
 
 def log_votes(t: Play, columns: dict[str, list]) -> None:

@@ -10,7 +10,7 @@ from nanochat.common import print0
 from nanochat.engine import Tool
 from nanochat.rl.learn.roles import short_name
 from nanochat.rl.measure.observe import gathered_verdict_scores, verification_columns
-from nanochat.rl.measure.scores import majority, pass_at_k, share_of
+from nanochat.rl.measure.scores import majority, outcome_of, pass_at_k, share_of
 from nanochat.rl.play.play import Play
 from nanochat.rl.records.outcomes import has_numbers, lenient_outcomes
 from nanochat.rl.records.rollouts import padded
@@ -107,16 +107,15 @@ def sampled_scores(t: Play, role: str, num_problems: int) -> dict:
     rollouts = t.solve("health", t.problems(min(num_problems, t.args.eval_examples), "test_in"), k, role=role)
     outcomes, said, stopped, rows = t.check(rollouts), t.answers(rollouts, k), rollouts.stopped.tolist(), []
     for i in range(0, len(outcomes), k):
-        vote = majority(answers := said[i: i + k])
-        rows.append([outcomes[i: i + k], None if vote is None else answers.index(vote), sum(stopped[i: i + k])])
+        answers, found = said[i: i + k], outcomes[i: i + k]
+        rows.append([found, outcome_of(majority(answers), answers, found) is True, sum(stopped[i: i + k])])
     rows = t.gather(rows)
     n, right = len(rows), are_right([outcome for row, _, _ in rows for outcome in row], "test_in")
     groups = [right[i: i + k] for i in range(0, len(right), k)]
-    voted = [place is not None and group[place] for group, (_, place, _) in zip(groups, rows, strict=True)]
     lenient = t.gather(lenient_outcomes(t.task, rollouts.problems(), rollouts.texts))
     return {"pass@1": sum(right) / (n * k),
             **({"pass@1_lenient": share_of(lenient)} if has_numbers(t.task) else {}),
             f"pass@{k}": sum(pass_at_k(k, sum(group), k) for group in groups) / n,
-            f"maj@{k}": sum(voted) / n,
+            f"maj@{k}": sum(voted for _, voted, _ in rows) / n,
             "frac_reward_zero_std": sum(sum(group) in (0, k) for group in groups) / n,
             "end_token_rate": sum(s for _, _, s in rows) / (n * k)}

@@ -22,6 +22,13 @@ def majority(answers: list[str | None]) -> str | None:
     return counts.most_common(1)[0][0] if counts else None
 
 
+def outcome_of(answer: str | None, answers: list[str | None], outcomes: list[bool | None]) -> bool | None:
+    """Whether an answer is right: one who gives it is, else as the first of them; False for none. Who is right may not
+    count, since the text was cut, and another who gives the same answer may."""
+    found = [outcome for other, outcome in zip(answers, outcomes, strict=True) if other == answer]
+    return False if answer is None else True in found or found[0]
+
+
 def macro_f1(labels: list[bool], verdicts: list[bool | None]) -> float | None:
     """The mean of the F1 of class True and of class False, over those that occur in labels or verdicts; None where
     neither does. A missing verdict is wrong for both."""

@@ -5,7 +5,7 @@ k verifications, n solutions, K steps. A verdict is True, False or None (unreada
 """
 from bisect import bisect_left, bisect_right
 
-from nanochat.rl.measure.scores import majority, pass_at_k
+from nanochat.rl.measure.scores import majority, outcome_of, pass_at_k
 
 
 def mean_scores(rows: list[dict]) -> dict:
@@ -55,15 +55,14 @@ def weighted_vote(answers: list[str | None], scores: list[float]) -> str | None:
 def choose(answers: list[str | None], outcomes: list[bool | None], scores: list[float],
            tie_breaks: list[float]) -> dict | None:
     """What one problem's n solutions come to, as shares of right ones: pass@1, maj, bon, weighted, pass@n; and
-    "chosen", the answers or (bon) the index. None without an outcome; an answer stands for the earliest that gives
-    it."""
+    "chosen", the answers or (bon) the index. None without an outcome."""
     kept = [i for i, outcome in enumerate(outcomes) if outcome is not None]
     if not kept:
         return None
     answers, outcomes, scores, tie_breaks = ([row[i] for i in kept] for row in (answers, outcomes, scores, tie_breaks))
     n, num_right = len(kept), sum(outcomes)
     vote, best, weighted = majority(answers), best_of_n(scores, tie_breaks), weighted_vote(answers, scores)
-    right = lambda answer: float(answer is not None and outcomes[answers.index(answer)])
+    right = lambda answer: float(outcome_of(answer, answers, outcomes))
     return {"pass@1": num_right / n, "maj": right(vote), "bon": float(outcomes[best]), "weighted": right(weighted),
             "pass@n": pass_at_k(n, num_right, n), "chosen": {"maj": vote, "bon": kept[best], "weighted": weighted}}
 

@@ -21,7 +21,7 @@ from nanochat.rl.learn.roles import Role, short_name
 from nanochat.rl.learn.state import RunState
 from nanochat.rl.learn.trainer import score
 from nanochat.rl.play.sampling import Sampler, read_solutions, read_verifications
-from nanochat.rl.records.outcomes import answers_of, num_problems_of, outcomes_of, scores_of, uncounted
+from nanochat.rl.records.outcomes import answers_of, counted_outcomes, num_problems_of, outcomes_of, scores_of
 from nanochat.rl.records.prompts import (LOWER_LIMITS, Prompt, Solution, Verification, empty_verifier_prompt,
                                          generator_prompt, numbered, quoting_prompt, refine_prompt, solve_prompt,
                                          verify_prompts)
@@ -254,11 +254,11 @@ class Play:
     def check(self, rollouts: Rollouts) -> list[bool | None]:
         """The outcome of each solution by the task's gold check; None where it cannot be scored. A right answer that is
         `uncounted` is False, and the reason becomes a column."""
-        problems, texts = rollouts.problems(), rollouts.texts
-        outcomes = self.check_texts(problems, texts)
-        reasons = uncounted(self.task, problems, texts, outcomes, rollouts.stopped.tolist(), self.args.count_copies)
-        rollouts.columns["uncounted"] = reasons
-        return [False if reason else outcome for outcome, reason in zip(outcomes, reasons, strict=True)]
+        outcomes, rollouts.columns["uncounted"] = counted_outcomes(
+            self.task, rollouts.problems(), rollouts.texts, rollouts.stopped.tolist(), self.args.count_copies,
+            self.should_stop)
+        self.check_stop()
+        return outcomes
 
     def answers(self, rollouts: Rollouts, group: int = 1) -> list[str | None]:
         """What solutions answer, None where nothing can be read or the completion did not end; see `answers_of`."""

@@ -79,6 +79,14 @@ def uncounted(task, problems: list, texts: list[str], outcomes: list[bool | None
             for problem, text, outcome, end in zip(problems, texts, outcomes, ended, strict=True)]
 
 
+def counted_outcomes(task, problems: list, texts: list[str], ended: list[bool], count_copies: bool = False,
+                     should_stop=lambda: False) -> tuple[list[bool | None], list[str | None]]:
+    """The outcome of each solution, False for a right one that does not count; and why that does not (`uncounted`)."""
+    outcomes = outcomes_of(task, problems, texts, should_stop)
+    reasons = uncounted(task, problems, texts, outcomes, ended, count_copies)
+    return [False if reason else outcome for outcome, reason in zip(outcomes, reasons, strict=True)], reasons
+
+
 def words_of(task) -> dict[str, str]:
     """What tables and pages say of a task in place of the words that are there for all."""
     words = {"out of distribution": task.out_words} if hasattr(task, "out_words") else {}
