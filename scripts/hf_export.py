@@ -15,7 +15,6 @@ from nanochat.hf.decoder import DecoderConfig
 from nanochat.hf.files import DTYPES, new_folder, write_model
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.own_code import is_file
-from nanochat.rl.report.terminal import printable
 from nanochat.storage.files import path_of, whole_file
 from tasks import format_of
 from tasks.formats import PROMPTS, Format
@@ -69,7 +68,7 @@ def main(args) -> None:
     held = load_state_dict(path_of(args.stage, args.model_tag, f"model_{step:06d}.pt")).values()
     kinds = " and ".join(sorted({dtype_name(tensor.dtype) for tensor in held}))
     print0(f"{path_of(args.stage, args.model_tag)} at step {step}, {kinds} -> {folder}, {args.dtype}\n")
-    print0(printable(card))
+    print0(card)
 
 
 if __name__ == "__main__":

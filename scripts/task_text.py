@@ -16,7 +16,6 @@ from nanochat.cli import at_least, new_parser, script_main
 from nanochat.common import BadInput, print0
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.records.prompts import generator_prompt, verifier_prompt
-from nanochat.rl.report.terminal import printable
 from nanochat.storage.files import check_writable, path_of, whole_file, whole_folder
 from tasks import add_task_args, make_task, task_texts
 from tasks.common import Problem, demo_of
@@ -77,7 +76,7 @@ def shown_texts(task, tokenizer) -> dict[str, str]:
 def main(args) -> None:
     if not args.out:
         for title, text in shown_texts(make_task(args), load_tokenizer(path_of("tokenizer"))).items():
-            print0(f"--- {title}:\n{printable(text)}")
+            print0(f"--- {title}:\n{text}")
         return
     if args.num_documents < args.num_shards:
         raise BadInput(f"--num-documents {args.num_documents}: is below --num-shards {args.num_shards}")
