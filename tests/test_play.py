@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import random_model
 
-from nanochat import recipes
+from nanochat.own_code import run_file
 from nanochat.common import BadInput, StopRequested
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.optim import adamw
@@ -180,7 +180,7 @@ def test_an_update_is_made_whatever_a_recipe_left_of_gradients_and_no_torch_defa
     t = play_of(generator=tiny_model())
     try:
         torch.set_default_dtype(torch.float64)
-        for verb in (t.check_stop, lambda: recipes.run_file("my.py", "")):
+        for verb in (t.check_stop, lambda: run_file("--recipe", "my.py", "")):
             with pytest.raises(BadInput, match="set torch's defaults to float64 and cpu: they must stay float32"):
                 verb()
     finally:
