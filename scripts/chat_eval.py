@@ -102,7 +102,7 @@ def solve(args, task, split: str, model, sampler, device) -> list[dict]:
                      "unread": answers.count(None),
                      "lenient": lenient_outcomes(part, [problem] * n, [s.text for s in mine])})
         if rows[-1]["at"] < args.show:
-            prompt = sampler.tokenizer.decode(rollouts.prompts[i].ids)
+            prompt = sampler.tokenizer.spell(rollouts.prompts[i].ids)
             rows[-1]["shown"] = {"outcome": found[0], "completion": mine[0].text, "read": answers[0],
                                  "prompt": "..." * (len(prompt) > PROMPT_END) + prompt[-PROMPT_END:],
                                  "gold": problem.answer}

@@ -28,14 +28,15 @@ def tokenizer(base) -> Tokenizer:
 
 def row(right: int, lenient: list[bool], part: str = "gsm8k", unread: int = 0) -> dict:
     return {"part": part, "right": right, "all_right": None, "vote": bool(right), "ended": 1, "unscorable": 0,
-            "unread": unread, "lenient": lenient}
+            "uncounted": 0, "unread": unread, "lenient": lenient}
 
 
 def test_lenient_accuracy_stands_beside_pass_at_1_and_says_of_how_many(capsys):
     rows = [row(1, [True]), row(0, [True])]
     chat_eval.print_rows("gsm8k", rows, 1)
     some = chat_eval.print_rows("math", [*rows, row(0, [], "math", unread=1)], 1)
-    assert some == {"pass@1": 1 / 3, "lenient": 1.0, "ended": 1.0, "problems": 3, "unscorable": 0, "unread": 1}
+    assert some == {"pass@1": 1 / 3, "lenient": 1.0, "ended": 1.0, "problems": 3, "unscorable": 0, "uncounted": 0,
+                    "unread": 1}
     chat_eval.print_rows("chain", [row | {"lenient": []} for row in rows], 1)
     full, some, none = capsys.readouterr().out.splitlines()
     assert "pass@1  50.0% | lenient 100.0% | ended" in full and "no answer" not in full
@@ -60,7 +61,7 @@ def test_problems_are_shown_as_the_model_sees_and_writes_them(capsys, base, toke
     monkeypatch.setattr(chat_eval, "PROMPT_END", 5)
     lines = run(capsys, chat_eval, "-i", "sft", "-x", "1", "--show", "2").splitlines()
     problems = [task.problem(split, 0) for split in ("test_in", "test_out")]
-    prompts = [tokenizer.decode(tokenizer.render_prompt(problem.prompt))[-5:] for problem in problems]
+    prompts = [tokenizer.spell(tokenizer.render_prompt(problem.prompt))[-5:] for problem in problems]
     assert lines[2:7] == ["  problem 1, wrong", f"    prompt      | ...{prompts[0]}", "    completion  | =?[31m7",
                           "    answer read | ?[31m7", f"    gold answer | {problems[0].answer}"]
     assert lines[8:14] == ["  problem 1, wrong", f"    prompt      | ...{prompts[1]}", "    completion  | what?",
@@ -80,13 +81,14 @@ def percent(part: float, whole: int) -> str:
     return f"{100 * part / whole:.1f}"
 
 
-def samples(base, task, split: str, num_problems: int, n: int, max_new_tokens: int = 28) -> tuple[list[list[str]], int]:
-    """The texts of n samples (one: greedy) of each problem of a split, each problem sampled alone; how many ended."""
+def samples(base, task, split: str, num_problems: int, n: int,
+            max_new_tokens: int = 28) -> tuple[list[list[str]], list[bool]]:
+    """The texts of n samples (one: greedy) of each problem of a split, each problem sampled alone; which ended."""
     sampler = Sampler(task, Tokenizer.load(str(base / "tokenizer")), task.seed, max_new_tokens, 0)
     model, problems = tiny(), [task.problem(split, i) for i in range(num_problems)]
     sampled = [sampler.solve(model, [p], n, ("chat_eval", split), greedy=n == 1) for p in problems]
-    num_ended = sum(int(rollouts.stopped.sum()) for rollouts, _ in sampled)
-    return [[s.text for s in solutions] for _, solutions in sampled], num_ended
+    ended = [stopped for rollouts, _ in sampled for stopped in rollouts.stopped.tolist()]
+    return [[s.text for s in solutions] for _, solutions in sampled], ended
 
 
 def in_every_step(task, problem, text: str) -> bool:
@@ -102,7 +104,7 @@ def test_what_is_printed_can_be_kept_as_json(capsys, base):
     for name, split in (("chain", "test_in"), ("chain, test_out", "test_out")):
         found = kept["tasks"]["chain"][split]
         assert found.pop("problems") == int(printed[name].pop("number")) == 6 and found.pop("unscorable") == 0
-        assert 0 <= found.pop("unread") <= 18
+        assert 0 <= found.pop("unread") <= 18 and 0 <= found.pop("uncounted") <= 18
         assert {title: percent(value, 1) for title, value in found.items()} == printed[name]
 
 
@@ -148,20 +150,23 @@ def test_what_cannot_be_scored_is_counted(capsys, base, monkeypatch):
     (["-m", "28"], ["--chain-answer", "final"], 5, 28)])
 def test_greedy_scores_are_a_naive_count_with_the_checkpoints_flags_unless_others_are_given(
         capsys, base, flags, task_flags, seed, limit):
-    """With 8 tokens an answer after one step is whole, and its end cut off."""
+    """With 8 tokens an answer after one step is whole, and its end cut off, so that it does not count."""
     change_meta(base, seed=5, chain_answer="final", max_new_tokens=8)
     shown = scores(capsys, "-x", "30", *flags)
     assert set(shown) == {"chain", "chain, test_out"}
     task = chain(*task_flags, seed=seed)
     for split, words in (("test_in", ""), ("test_out", ", test_out")):
-        texts, num_ended = samples(base, task, split, 30, 1, limit)
-        right = [task.check(task.problem(split, i), text) for i, (text,) in enumerate(texts)]
-        num_all = sum(in_every_step(task, task.problem(split, i), text) for i, (text,) in enumerate(texts))
+        texts, ended = samples(base, task, split, 30, 1, limit)
+        answered = [task.check(task.problem(split, i), text) for i, (text,) in enumerate(texts)]
+        right, num_ended = [a and b for a, b in zip(answered, ended, strict=True)], sum(ended)
+        num_all = sum(r and in_every_step(task, task.problem(split, i), text)
+                      for i, ((text,), r) in enumerate(zip(texts, right, strict=True)))
         assert shown["chain" + words] == {"number": "30", "pass@1": percent(sum(right), 30),
                                           "right in every step": percent(num_all, 30), "ended": percent(num_ended, 30)}
         if split == "test_in":
             assert sum(right) < 30 and (num_ended > 0 if limit == 28 else num_ended < 30)
-            assert sum(right) > 0 or "all" in flags  # of one operation there are few problems
+            assert sum(answered) > 0 or "all" in flags  # of one operation there are few problems
+            assert sum(answered) > sum(right) or limit == 28
 
 
 def test_pass_and_majority_at_k_are_those_of_the_samples(capsys, base):
