@@ -95,7 +95,7 @@ REWRITES = [(re.compile(pattern), new) for pattern, new in [
     (rf"^\{{({NESTED})\}}$", r"\1"), (rf"^\\text\{{(?=[^{{}}]*\\)({NESTED})\}}$", r"\1"),  # around it all
     (r"\(\\text\{([A-Z])\}\)", r"\\text{(\1)}"), (r"\\text\{([0-9]+\.?[0-9]*)\}", r"\1"),
     # the letter of a choice: \text{Option D: }, \text{D. }, D) and (D)
-    (r"^\\text\{(?:[OC][a-z]+ \(?([A-H])[).:]?|([A-H])[).:])\}", r"\\text{(\1\2)}"),
+    (r"^\\text\{(?:(?:Option|Choice) \(?([A-H])[).:]?|([A-H])[).:])\}", r"\\text{(\1\2)}"),
     (r"^(?:\(([A-Z])\)$|([A-H])(?:\)|[.:] ))", r"\\text{(\1\2)}"),
     (r"(?<=[)\]}]) ?(?:U|\\text\{(?:U|union)\}) ?(?=[(\[])", r"\\cup "),
     (r"\\text\{(sec|max|gcd|lcm)\}(?= ?[0-9A-Za-z\\({])", r"\\\1 "),

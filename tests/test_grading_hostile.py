@@ -252,7 +252,7 @@ e-1  \mathrm{e}+1  \mathrm{i}-1  \mathrm{e}
 27  (\text{D})\ 28  D. 28  D) 28  \text{Option D: }28  \text{D) }28  \text{(D)}\text{(E)}
 \text{(B)}  \text{(A)}\text{(B)}  A) B
 (\mathrm{E})\,0  \textbf{(D)}\;0  D. 0
-36  \text{36}^2  \text{36 cm or 37}  \text{36, 37}  \text{36m}^2x  {\rm 37}  \textcolor{red}{37}  \mathbf{37\text{ cm}}""",
+36  \text{36}^2  \text{36, 37}  \text{36m}^2x  {\rm 37}  \textcolor{red}{37}  \mathbf{37\text{ cm}}""",
     "towers": r"""
 4  9^{9^{9^9}}  5^{5^{5^5}}  2^{10^9}  (10^9)!  (10^7)!  1000000!  \binom{10^9}{5\cdot10^8}  10^{10^{10}}  7^{7^{7^7}}+x
 4  x^{9^{9^9}}  e^{9^{9^9}}  (\sqrt2)^{10^{9}}  (3/2)^{10^9}  ((10!)!)!  20!!!  (x+1)^{100000}  (1+\sqrt2)^{1000000}
