@@ -357,7 +357,7 @@ def read(text: str) -> Reading:
 
 
 def unwrapped(text: str) -> str:
-    """A tidy answer without the text around a number with its unit, or the braces around a condition on a name:
+    """A tidy answer without the text around numbers and their units, or the braces around a condition on a name:
     "\\text{36 dollars}" -> "36 dollars", "\\{x|x>2\\}" -> "x>2"."""
     if wrapped := re.fullmatch(r"\\text\{([^{}]*)\}(\^[0-9])?", text):
         inner = re.sub(r"(?<=[0-9%]) ?([A-Za-z][A-Za-z ./-]*)$", r"\\text{\1}", tidy(wrapped[1])) + (wrapped[2] or "")

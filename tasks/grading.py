@@ -114,8 +114,8 @@ def surely_different(gold: Reading, answer: Reading) -> bool:
     if "\\pm" in gold.body and is_bracketed(answer.body) and not is_bracketed(gold.body):
         return True  # (-1,1) is no pair of values
     names = bounded(answer.body)
-    if names and bounded(gold.body) not in (names, set()):
-        return True
+    if names and (bounded(gold.body) not in (names, set()) or answer.either and answer.both):
+        return True  # nor is it known what is joined first in x<1 or x>2 and x>3
     golds, marks = ({mark.replace("{", "") for mark in ONLY_LIKE_GOLD.findall(side.body)} for side in (gold, answer))
     if marks - golds - ({"\\ne"} if names else set()):
         return True

@@ -230,6 +230,7 @@ x<-2\text{ or }x>3  y<-2\text{ or }y>3  x<-2\text{ and }x>3
 \{-1\} \cup [0,7)  x=1\text{ or }0\le x<7  x=-1\text{ and }0\le x<7  x=-1\text{ or }0<x<7  0\le x<7
 x\ne2  2  x=2
 x>2, x<5  (2,6)  (-\infty,5)\cup(2,\infty)
+(-\infty,-2)\cup(3,\infty)  x<-2\text{ or }x>3\text{ and }x>5  x<-2\lor x>3\land x>5
 (1,3)  x=1, x=3  x=1\text{ or }x=3
 1<x<4  4>x>2  1<x^2<16  1<x<y<4
 f(2)<f(1)<f(4)  f(1)<f(2)<f(4)  f(2)<f(4)<f(1)
