@@ -59,7 +59,8 @@ def extracted(completion: str, extract: tuple[str, ...] = ("boxed", "hash")) -> 
 
 SIGNS = str.maketrans({"−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "°": "^\\circ ",
                        "∞": "\\infty ", "∪": "\\cup ", "≤": "\\le ", "≥": "\\ge ", "±": "\\pm ", "\u00a0": " ",
-                       "′": "'", "%": "\\%", "√": "\\sqrt ", "∅": "\\emptyset ", "€": "", "£": "",
+                       "′": "'", "%": "\\%", "√": "\\sqrt ", "∅": "\\emptyset ", "€": "", "£": "", "⋅": "\\cdot ",
+                       "∈": "\\in ", "≠": "\\ne ", "ℝ": "\\mathbb{R}", "∩": "\\cap ", "∖": "\\setminus ",
                        **{"½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"[k]: f"\\frac{{{'112131234151357'[k]}}}{{{'233445555668888'[k]}}}"
                           for k in range(15)}})
 WIDE = {ord("０") + digit: str(digit) for digit in range(10)}
@@ -68,13 +69,15 @@ CURRENCIES = [(re.compile(rf"\s*-?\s*{sign}"), unit)
               for sign, unit in ((r"\\\$", "dollar"), (r"(?:€|\\euro(?![a-z]))", "euro"), (r"(?:£|\\pounds)", "pound"))]
 SPELLINGS = {
     **dict.fromkeys(["!", "(", ")", "[", "]", "$", "left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr",
-                     "Bigl", "Bigr", "displaystyle", "textstyle"], ""),
+                     "Bigl", "Bigr", "middle", "displaystyle", "textstyle", "large", "Large"], ""),
     **dict.fromkeys([",", ":", ";", ">", " ", "\n", "quad", "qquad"], " "),
     **dict.fromkeys(["dfrac", "tfrac", "cfrac"], "\\frac"),
     **dict.fromkeys(["mbox", "mathrm", "mathbf", "mathit", "textbf", "textit", "textrm", "textnormal", "textsf",
-                     "mathsf", "operatorname"], "\\text"),
+                     "mathsf", "texttt", "boldsymbol", "bm", "underline", "operatorname"], "\\text"),
     **dict.fromkeys(["euro", "pounds"], ""), "varnothing": "\\emptyset", "backslash": "\\setminus ",
-    "leq": "\\le", "geq": "\\ge", "neq": "\\ne", "lbrace": "\\{", "rbrace": "\\}", "degree": "^\\circ", "%": "%",
+    **dict.fromkeys(["leq", "leqslant"], "\\le"), **dict.fromkeys(["geq", "geqslant"], "\\ge"), "neq": "\\ne",
+    "lt": "<", "gt": ">", "colon": ":", "vert": "|", "bigcup": "\\cup", "imath": "i",
+    "lbrace": "\\{", "rbrace": "\\}", "degree": "^\\circ", "%": "%",
 }
 DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 GROUPED = re.compile(r"((?:(?!\\(?:\{|lbrace))[^,(\[])*?)(?<![0-9.])([1-9][0-9]{0,2}(?:,[0-9]{3})+)(?![0-9])([^,(\[]*)",
@@ -82,18 +85,32 @@ GROUPED = re.compile(r"((?:(?!\\(?:\{|lbrace))[^,(\[])*?)(?<![0-9.])([1-9][0-9]{
 # what joins two statements without a word; between inequalities a union is an "or"
 OR = r"\\(?:lor|vee)(?![A-Za-z])|\\cup\s*(?=[A-Za-z]\s*(?:[<>]|\\(?:[lg]eq?|neq?)(?![a-z])))"
 AND = r"\\(?:land|wedge)(?![A-Za-z])"
+NESTED = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"  # text whose braces close, one within another
 REWRITES = [(re.compile(pattern), new) for pattern, new in [
     (r"\s+", " "), (r"\.{3,}", r"\\ldots "),
-    (r"\\text\s*\{\s*([^{}]*?)\s*\}", r"\\text{\1}"),
+    # colours, old commands for a font, \mathrm e
+    (r"\\(?:text)?color ?\{[^{}]*\}", ""), (r"\\(?:rm|bf|it) ?\{", r"\\text{"),
+    (r"\{\\(?:rm|bf|it)(?![A-Za-z]) ?([^{}]*)\}", r"\\text{\1}"), (r"\\text ([A-Za-z])(?![A-Za-z])", r"\\text{\1}"),
+    (r"\\text\*?\s*\{\s*([^{}]*?)\s*\}", r"\\text{\1}"), (r"\\not ?=", r"\\ne "),
+    (rf"^\{{({NESTED})\}}$", r"\1"), (rf"^\\text\{{(?=[^{{}}]*\\)({NESTED})\}}$", r"\1"),  # around it all
+    (r"\(\\text\{([A-Z])\}\)", r"\\text{(\1)}"), (r"\\text\{([0-9]+\.?[0-9]*)\}", r"\1"),
+    # the letter of a choice: \text{Option D: }, \text{D. }, D) and (D)
+    (r"^\\text\{(?:(?:Option|Choice) \(?([A-H])[).:]?|([A-H])[).:])\}", r"\\text{(\1\2)}"),
+    (r"^(?:\(([A-Z])\)$|([A-H])(?:\)|[.:] ))", r"\\text{(\1\2)}"),
+    (r"(?<=[)\]}]) ?(?:U|\\text\{(?:U|union)\}) ?(?=[(\[])", r"\\cup "),
+    (r"\\text\{(sec|max|gcd|lcm)\}(?= ?[0-9A-Za-z\\({])", r"\\\1 "),
     (r"\\text\{(e|i|sin|cos|tan|cot|csc|arc(?:sin|cos|tan)|(?:sin|cos|tan)h|ln|lg|log|exp)\}",
      lambda match: match[1] if len(match[1]) == 1 else f"\\{match[1]} "),
-    (rf",?\s*\\text\{{,?\s*(?:and|or)\}}|,?\s+(?:and|or)\s+|(?:{OR}|{AND})\s*", ","),
+    (r"(?<=[)\]]) ?(?:\\text\{or\}|or) ?(?=[(\[].*\\infty)", r"\\cup "),
+    (rf",?\s*\\text\{{(?:,|,?\s*(?:and|or),?)\}}|,?\s+(?:and|or)\s+|(?:{OR}|{AND})\s*", ","),
     (r"(?<=[A-Za-z^_}])\{([1-9][0-9]{0,2}(?:,[0-9]{3})+)\}", lambda match: match[0].replace(",", "")),
+    (r"^(?:\\text\{)?[Aa]ll real(?: number)?s\}?$", r"\\mathbb{R}"),
+    (r"^\\text\{[Aa]ll real(?: number)?s (?:except|but)\}(.+)$", r"\\mathbb{R}\\setminus\\{\1\\}"),
     (r"\\text\{((?:\(?[A-Z]\)?, ?)+\(?[A-Z]\)?)\}", r"\1"),
     (r"\\text\{(?:per ?cent|pct)\}|(?<=[0-9])\s*(?:per ?cent|pct)\b", "%"),
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ) ?", r"^\\circ "),
     (r"\\text\{([^{}^]*)\^([0-9])\}", r"\\text{\1}^\2"),
-    (r"\\log ?_ ?([0-9])", r"\\log_{\1}"),
+    (r"\\log ?_ ?([0-9e])(?![A-Za-z])", r"\\log_{\1}"),
     (r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])", ""),  # a space counts in "1 1/2", "two lines" and "\pi r" only
     (rf"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^[0-9])? ?[({{]?)({DECIMAL})\^\\circ ?", r"\1\\frac{\2\\pi}{180}"),
     (r"\\frac ?([0-9]|\\pi) ?([0-9])(?![0-9])", r"\\frac{\1}{\2}"),
@@ -102,8 +119,11 @@ REWRITES = [(re.compile(pattern), new) for pattern, new in [
     (r"\\sqrt ?([0-9])(?![0-9])", r"\\sqrt{\1}"),
     (r"\\mathbb ?([A-Z])(?![A-Za-z])", r"\\mathbb{\1}"),
     (r"\^\{(\w)\}(?!\w)", r"^\1"), (r"\^e(?![A-Za-z])", "^{(e)}"),
+    (r"(?:[0-9]\u0305)+", lambda match: "\\overline{" + match[0].replace("\u0305", "") + "}"),
+    (r"([0-9])\u0307", r"\\dot{\1}"),
     (r"\\dot ?\{?([0-9])\}?([0-9]*)\\dot ?\{?([0-9])\}?", r"\\overline{\1\2\3}"),
-    (r"\\dot ?(?:\{([0-9]+)\}|([0-9]))", r"\\overline{\1\2}"), (r"(\\mathbb\{R\})-(?=\\\{|[(\[])", r"\1\\setminus "),
+    (r"\\dot ?(?:\{([0-9]+)\}|([0-9]))", r"\\overline{\1\2}"),
+    (r"(\\mathbb\{R\}|[)\]])-(?=\\\{|(?<=\}-)[(\[])", r"\1\\setminus "),
     (r"\^(?:\\prime|\{\\prime\})(?![A-Za-z])", "'"),
     # a product, which math-verify would read as a mixed number
     (r"(?<![\^_0-9.])([0-9]+)(?=\((?:\\frac|[0-9]+/))", r"\1\\cdot "),
@@ -118,7 +138,8 @@ def tidy(text: str) -> str:
                   text.translate(WIDE))
     text = text.translate(POWERS)
     text = re.sub(r"√\s*([0-9.]*[0-9]|[A-Za-z])", r"\\sqrt{\1}", text)
-    text = re.sub(r"(?<=[0-9])(?:\{,\}|,\\! ?|\\,)(?=[0-9]{3}(?![0-9]))", "", text)  # signs that only thousands have
+    # signs that only thousands have
+    text = re.sub(r"(?<=[0-9])(?:\{,\}(?:\\!)?|, ?\\! ?|\\[,;: ]|~)(?=[0-9]{3}(?![0-9]))", "", text)
     text = re.sub(r"^\s*\*\*(.*)\*\*\s*$", r"\1", text, flags=re.DOTALL)
     # the only commas there are, and in no bracket: (1,234) is a point, "1, 234" a list
     if grouped := GROUPED.fullmatch(text):
@@ -150,13 +171,14 @@ NUMBER = re.compile(rf"(?P<sign>[-+]?)(?:(?P<whole>[0-9]+) ?(?=\\frac|(?<= )[0-9
                     rf"|(?:\\times|\\cdot|\*) ?10\^(?:(?P<ten>[0-9])|\{{(?P<tens>[-+]?[0-9]{{1,3}})\}}))?)"
                     r"(?P<percent>%?)")
 EULER = re.compile(r"-?(?:[2-9]|[0-9]{2,})e[-+][0-9]")  # 2e+2 is no 200, as 1e-5, 2.5e-6 and 2e+02 are numbers
-REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|bar)(?:\{([0-9]+)\}|([0-9]))(%?)")
+REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|bar)(?:\{([0-9]+)\}| ?([0-9]))(%?)")
 BASES = {word: 2 + k for k, word in enumerate("""two three four five six seven eight nine ten eleven twelve thirteen
 fourteen fifteen sixteen""".split())}  # noqa: SIM905
-BASED = re.compile(rf"(?:\\text\{{|\()?(-?[0-9A-Za-z.]+)[)}}]?"
-                   rf"(?:_\{{?(?:\\text\{{)?\(?([0-9]{{1,2}}|{'|'.join(BASES)})\)?\}}*"
-                   rf"|(?:\\text\{{| )\(?(?:in )?base[ -]?\}}?([0-9]{{1,2}}|{'|'.join(BASES)})\)?\}}?)")
-LABELLED = re.compile(r"(?:\\text\{\(([A-H])\)\}|\(([A-H])\))(?=[-0-9.\\])")  # the letter of a choice, before its value
+BASED = re.compile(rf"(-?)(?:\\(?:text|overline))?[({{\[]?(-?[0-9A-Za-z.]+)[)}}\]]?"
+                   rf"(?:_\{{?(?:\\text\{{)?\(?(?:base)?|,?(?: |\(|\\text\{{)*,? ?(?:in )?base)[ }}-]*"
+                   rf"([0-9]{{1,2}}|{'|'.join(BASES)})[)}}]*")
+# the letter of a choice, before its value
+LABELLED = re.compile(r"(?:\\text\{\(([A-H])\)\}(?!\\text|[_^,=]|$)|\(([A-H])\)(?=[-0-9.\\]))")
 SYMBOL = (r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|kappa|lambda|mu|nu|xi|rho"
           r"|sigma|tau|(?:var)?phi|chi|psi|omega|ell|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega))")
 INDEX = r"(?:_\w|_\{[^{}]*\})?"
@@ -282,8 +304,8 @@ def words_of(text: str) -> str | None:
 
 def without_unit(text: str) -> tuple[str, frozenset[str]]:
     """A tidy answer without the unit at its end, and the known units of that: "5\\text{ sq. cm}" -> ("5", {"cm^2"})."""
-    if text.endswith("^\\circ"):
-        return text[: -len("^\\circ")], frozenset(["degree"])
+    if degrees := re.fullmatch(r"(.*)\^\\circ ?(?:\\text\{[CF]\})?", text):
+        return degrees[1], frozenset(["degree"])
     match = (re.fullmatch(r"(.*[^\\ ,(]) ?\\text\{([A-Za-z][A-Za-z ./-]*)\}(?:\^([0-9]))?", text)
              or re.fullmatch(r"(.*[0-9}%)])( ?[A-Za-z][A-Za-z .]*(?:/[A-Za-z]+)?)(?:\^([0-9]))?", text))
     if match is None:
@@ -341,11 +363,13 @@ def read(text: str) -> Reading:
 
 
 def unwrapped(text: str) -> str:
-    """A tidy answer without the text around a number with its unit, or the braces around a condition on a name:
+    """A tidy answer without the text around numbers and their units, or the braces around a condition on a name:
     "\\text{36 dollars}" -> "36 dollars", "\\{x|x>2\\}" -> "x>2"."""
-    if wrapped := re.fullmatch(r"\\text\{([^{}]*)\}", text):
-        inner = labelled(tidy(wrapped[1]))[1]
-        return tidy(wrapped[1]) if plain_number(without_unit(inner)[0]) and not TIME.fullmatch(spelled(inner)) else text
+    if wrapped := re.fullmatch(r"\\text\{([^{}]*)\}(\^[0-9])?", text):
+        inner = re.sub(r"(?<=[0-9%]) ?([A-Za-z][A-Za-z ./-]*)$", r"\\text{\1}", tidy(wrapped[1])) + (wrapped[2] or "")
+        value = named(labelled(inner)[1])[1]
+        is_value = based(value) or all(plain_number(without_unit(part)[0]) for part in parts(value))
+        return inner if is_value and not TIME.fullmatch(spelled(value)) else text
     condition = re.fullmatch(rf"\\\{{({SYMBOL})(?:\\in ?\\mathbb\{{R\}})?(?:\||:|\\mid ?)(.*)\\\}}", text)
     return condition[2] if condition and RELATION.search(condition[2]) else text
 
@@ -361,9 +385,8 @@ def based(body: str) -> tuple[str, int] | None:
     match = BASED.fullmatch(body)
     if not match:
         return None
-    base = match[2] or match[3]
-    base = BASES.get(base) or int(base)
-    return (match[1].upper(), base) if is_based(match[1], base) else None
+    digits, base = (match[1] + match[2]).upper(), BASES.get(match[3]) or int(match[3])
+    return (digits, base) if is_based(digits, base) else None
 
 
 def without_units(body: str) -> tuple[str, frozenset[str]]:
@@ -412,7 +435,8 @@ def named(text: str) -> tuple[str, str]:
     "1,2"). The name is "" where there is none, or where an equation is more than a name and a value."""
     if (several := re.match(rf"\(({SYMBOL}(?:,{SYMBOL})+)\)=", text)) and len(parts(text)) > 1:
         names = several[1].split(",")  # of several points
-        return (several[1], text[several.end():]) if names == sorted(set(names)) else ("", text)
+        points = text[several.end():].replace("," + several[0], ",")
+        return (several[1], points) if names == sorted(set(names)) else ("", text)
     left, *sides = parts(text, EQUALS)
     if re.fullmatch(rf"\({SYMBOL}(?:,{SYMBOL})+\)", left) and len(sides) == 1 and is_bracketed(sides[0]):
         names, values = left[1:-1].split(","), parts(sides[0][1:-1])

@@ -43,6 +43,8 @@ def compare(gold: Reading, answer: Reading) -> bool | None:
         return False
     if gold.label and spelled(answer.body) == gold.label.lower():
         return True
+    if answer.label and not gold.label and re.fullmatch("[a-h]", spelled(gold.body)):
+        return False  # neither "A) B" nor "(B) 5" is the choice B
     if gold.words is not None:
         if len(gold.words) == 1 and (answer.name or "'" in answer.body):
             return False  # neither "A=B" nor "B'" is the choice B
@@ -66,8 +68,8 @@ def compare(gold: Reading, answer: Reading) -> bool | None:
                 and (answer.base or (answer.body.upper(), gold.base[1])) == gold.base)
     if answer.base and gold.value is not None:
         return same_name and answer.base[1] == 10 and plain_number(answer.base[0]) == (gold.value, False)
-    if answer.either and not gold.either and is_bracketed(gold.body):
-        return False  # "1 or 2" is no point
+    if is_bracketed(gold.body) and (answer.either and not gold.either or answer.name and parts(answer.body)[1:]):
+        return False  # "1 or 2" and "x=1, x=2" are no point
     if RELATION.search(gold.body) and gold.either != answer.either and (gold.both or answer.both):
         return False  # x<1 or x>2 is not x<1 and x>2
     if gold.body == answer.body and same_name:
@@ -85,7 +87,7 @@ def compare(gold: Reading, answer: Reading) -> bool | None:
 ONLY_LIKE_GOLD = re.compile(
     r"\\[lcv]?dots(?![a-z])|\\(?:Rightarrow|rightarrow|Leftrightarrow|implies|iff|to|ne|not|neg|notin|equiv)(?![a-z])"
     r"|\\frac\{d[A-Za-z]?\}\{d|\^\{?T|\^\\circ ?(?=[0-9A-Za-z(])"
-    r"|(?<=[0-9%)\]])['\"]+$|\[-\\infty|\\infty ?\]|\\\{[^{}]*\\\{|[0-9})]_")
+    r"|(?<=[0-9%)\]])['\"]+$|\[-\\infty|\\infty ?\]|\\\{[^{}]*\\\{|(?<=[0-9})])_\{?\w*")
 
 
 PRIMED = re.compile(r"(?<=[A-Za-z}])'+")
@@ -112,10 +114,10 @@ def surely_different(gold: Reading, answer: Reading) -> bool:
     if "\\pm" in gold.body and is_bracketed(answer.body) and not is_bracketed(gold.body):
         return True  # (-1,1) is no pair of values
     names = bounded(answer.body)
-    if names and bounded(gold.body) not in (names, set()):
-        return True
-    marks = set(ONLY_LIKE_GOLD.findall(answer.body)) - ({"\\ne"} if names else set())
-    if marks - set(ONLY_LIKE_GOLD.findall(gold.body)):
+    if names and (bounded(gold.body) not in (names, set()) or answer.either and answer.both):
+        return True  # nor is it known what is joined first in x<1 or x>2 and x>3
+    golds, marks = ({mark.replace("{", "") for mark in ONLY_LIKE_GOLD.findall(side.body)} for side in (gold, answer))
+    if marks - golds - ({"\\ne"} if names else set()):
         return True
     if re.search(r"\\in ?[(\[]", answer.body) and not re.search(r"[(\[<>]|\\[lg]e(?![a-z])", gold.body):
         return True  # of an interval there are more than two
@@ -162,7 +164,7 @@ def differ_as_lists(gold: Reading, answer: Reading) -> bool:
         inner = answers if is_list[1] else parts(re.sub(r"^(?:\\?\{|\()|(?:\\?\}|\))$", "", answer.body))
         if len(set(golds)) < len(golds) and Counter(map(plain_or_text, golds)) != Counter(map(plain_or_text, inner)):
             return True
-    if answer.either and "," in answer.body and not is_list[1]:
+    if answer.either and "," in answer.body and not is_list[1] and "\\cup" not in answer.body:
         return True  # \{1 or 2\} has one of them
     if is_list[1] and "\\{" in answer.body and not (is_list[0] and "\\{" in gold.body):
         return True  # \{1\},\{2\} is two sets
@@ -258,7 +260,7 @@ def is_closed(text: str) -> bool:
                for opening, closing in (("([", ")]"), ("{", "}")))
 
 
-TOKEN = re.compile(r"\\(?:math[a-z]+|text|operatorname|begin|end)\{[^{}]*\}|\\[A-Za-z]+|([A-Za-z])")
+TOKEN = re.compile(r"\\(?:math[a-z]+|text|operatorname|begin|end)\{(?![A-Za-z]\})[^{}]*\}|\\[A-Za-z]+|([A-Za-z])")
 FREE_LETTERS = "quvwkbjzpyxthmncars"  # that are the names of no functions and constants
 
 

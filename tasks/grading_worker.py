@@ -148,7 +148,8 @@ def load():
     logging.disable()  # both functions warn that they have no time limit; here the parent has one
     from latex2sympy2_extended import latex2sympy2
     from math_verify import grader, verify
-    from sympy import (And, Eq, FiniteSet, Float, I, Intersection, Ne, Rational, Set, Symbol, Union)
+    from sympy import (And, Complement, Eq, FiniteSet, Float, I, Intersection, Interval, Ne, Rational, Set, Symbol,
+                       Union)
     from sympy.core.function import AppliedUndef
     from sympy.core.relational import Relational
 
@@ -180,9 +181,11 @@ def load():
     def region(found):
         """Several statements on one name, an inequality among them, as the numbers for which all hold, or where none
         does, one; x != 2 as all numbers but that one."""
-        statements = found.args if isinstance(found, FiniteSet) else [found]
-        if (isinstance(found, Ne) or len(statements) > 1 and all(isinstance(x, Relational | And) for x in statements)
-                and not all(isinstance(x, Eq) for x in statements)
+        if isinstance(found, Interval | Union | Complement):
+            return found.doit()  # \frac{\pi}{2} comes as a quotient that is not worked out
+        statements = [*map(plain, found.args if isinstance(found, FiniteSet) else [found])]
+        several = len(statements) > 1 and all(isinstance(x, Relational | And) for x in statements)
+        if ((isinstance(found, Ne | And) or several and not all(isinstance(x, Eq) for x in statements))
                 and len(set().union(*(x.free_symbols for x in statements))) == 1):
             sets = [solutions(statement) for statement in statements]
             return Union(*sets) if Intersection(*sets).is_empty else Intersection(*sets)
@@ -190,14 +193,19 @@ def load():
 
     def solutions(statement) -> Set:
         """The numbers for which a statement on one name holds: of x = 5, x > 5, 1 < x < 5, g(x) > 5, x in (1, 5)."""
-        for function in statement.atoms(AppliedUndef):
-            statement = statement.xreplace({function: Symbol("y", real=True)})
+        statement = plain(statement)
         if isinstance(statement, Eq) and isinstance(statement.rhs, Set):
             return statement.rhs
         return statement if isinstance(statement, Set) else statement.as_set()
 
+    def plain(statement):
+        """With a name for each value of an unknown function: f(1) < f(2) is on two."""
+        return statement.xreplace({value: Symbol(str(value), real=True) for value in statement.atoms(AppliedUndef)})
+
     def exact(expression):
         """With its decimals as the fractions that they are: differences of floats vanish."""
+        if isinstance(expression, Eq) and isinstance(expression.rhs, Set):
+            return Eq(expression.lhs, exact(expression.rhs), evaluate=False)  # of x \in [1.5,2)
         return expression.xreplace({number: Rational(str(number)) for number in expression.atoms(Float)})
 
     def imaginary(expression):

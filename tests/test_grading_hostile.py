@@ -205,11 +205,14 @@ n!  N!
 (a,b)  (A,b)  (a,B)
 \{a,b\}  \{A,b\}  \{a,B\}
 x>a  x>A
-V=\pi r^2h  V=\pi R^2h  V=\pi r^2H  V=\pi R^2H  V=\pi rRh""",
+V=\pi r^2h  V=\pi R^2h  V=\pi r^2H  V=\pi R^2H  V=\pi rRh
+R+r  R+\mathrm{R}  \mathrm{r}+r
+\frac{abc}{4R}  \frac{abc}{4\mathrm{r}}  \frac{\mathrm{A}bc}{4R}
+N-n  \mathrm{n}-n  \mathrm{N}-N""",
     "lists of long numbers": r"""
 60, 120  60000+120  60120  60\,120  60{,}120  60, 121  60  120  60, 120, 180  \{60120\}  60.120
 60000+120  60, 120
-2, 100  21\cdot 100  2100  2\,100  2{,}100
+2, 100  21\cdot 100  2100  2\,100  2{,}100  2~100  2\ 100  2,\! 100  2{,}\!100
 21\cdot 100  2, 100  \{2, 100\}
 \{2,100\}  \{2100\}  2100  \{21\cdot 100\}  \{2\,100\}  (2,100)  \{2,100,0\}  \{2\}
 60^\circ, 120^\circ  60, 130  60  60120^\circ  60120  60\text{ cm}, 120\text{ cm}  60, 120\text{ rad}
@@ -226,7 +229,13 @@ V=\pi r^2h  V=\pi R^2h  V=\pi r^2H  V=\pi R^2H  V=\pi rRh""",
 x<-2\text{ or }x>3  y<-2\text{ or }y>3  x<-2\text{ and }x>3
 \{-1\} \cup [0,7)  x=1\text{ or }0\le x<7  x=-1\text{ and }0\le x<7  x=-1\text{ or }0<x<7  0\le x<7
 x\ne2  2  x=2
-x>2, x<5  (2,6)  (-\infty,5)\cup(2,\infty)""",
+x>2, x<5  (2,6)  (-\infty,5)\cup(2,\infty)
+(-\infty,-2)\cup(3,\infty)  x<-2\text{ or }x>3\text{ and }x>5  x<-2\lor x>3\land x>5
+(1,3)  x=1, x=3  x=1\text{ or }x=3
+1<x<4  4>x>2  1<x^2<16  1<x<y<4
+f(2)<f(1)<f(4)  f(1)<f(2)<f(4)  f(2)<f(4)<f(1)
+(-\infty,2)\cup(3,\infty)  (-\infty,3)\text{ or }(3,\infty)  \left\{x\;\middle|\;x\leqslant 2\text{ or }x>3\right\}
+\mathbb{R}\setminus\{2\}  \text{all real numbers except }3  \text{all real numbers}  x\not=3""",
     "words around": r"""
 36  \text{36 or 37}  \text{36 million}  \text{not 36}  \text{36 percent of 5}  \text{35 dollars}  \text{36 dozen}
 5\text{ cm}  \text{5 km}  \text{6 cm}
@@ -238,7 +247,13 @@ x>2, x<5  (2,6)  (-\infty,5)\cup(2,\infty)""",
 \frac13  0.\dot{4}  0.3\dot{4}  \dot{3}  3.\dot3  0.0\dot{3}  \dot{0}.3
 \frac17  0.\dot{1}4285\dot{6}  0.\dot142857
 e-1  \mathrm{e}+1  \mathrm{i}-1  \mathrm{e}
-\ln 2  \operatorname{ln} 3  \operatorname{log}_2 2  \operatorname{sin} 2""",
+\ln 2  \operatorname{ln} 3  \operatorname{log}_2 2  \operatorname{sin} 2
+101_2,110_2  101_3,110_2  101_2,110_3  (101)_3,(110)_3
+101  \text{101 (base 2)}  101\ (\text{base }2)  101_{\text{base 2}}  [101]_2  \text{101 in base two}  (1)(01)_2
+27  (\text{D})\ 28  D. 28  D) 28  \text{Option D: }28  \text{D) }28  \text{(D)}\text{(E)}
+\text{(B)}  \text{(A)}\text{(B)}  A) B
+(\mathrm{E})\,0  \textbf{(D)}\;0  D. 0
+36  \text{36}^2  \text{36, 37}  \text{36m}^2x  {\rm 37}  \textcolor{red}{37}  \mathbf{37\text{ cm}}""",
     "towers": r"""
 4  9^{9^{9^9}}  5^{5^{5^5}}  2^{10^9}  (10^9)!  (10^7)!  1000000!  \binom{10^9}{5\cdot10^8}  10^{10^{10}}  7^{7^{7^7}}+x
 4  x^{9^{9^9}}  e^{9^{9^9}}  (\sqrt2)^{10^{9}}  (3/2)^{10^9}  ((10!)!)!  20!!!  (x+1)^{100000}  (1+\sqrt2)^{1000000}
@@ -384,6 +399,29 @@ x  X
 \frac13  0.\dot{3}  0.\dot3  .\dot{3}
 \frac17  0.\dot{1}4285\dot{7}
 \frac16  0.1\dot{6}
+111, \! 111, \! 111  111111111  111{,}\!111{,}\!111
+10000  10\ 000  10~000  10\;000
+(2,5)  \left\{x\;\middle|\;2<x<5\right\}  \{x\colon 2\lt x\lt 5\}
+2<x\le 5  x ∈ (2,5]  5\geqslant x\gt 2
+[5.8,6)  x\in[5.8,6)
+(0,\frac{\pi}{2})\cup(\frac{\pi}{2},\pi)  0<t<\frac{\pi}{2}\text{ or }\frac{\pi}{2}<t<\pi
+(-\infty,2)\cup(3,\infty)  (-\infty, 2)\text{ or }(3.0, \infty)  (-\infty,2)\bigcup(3,\infty)  (-\infty,2) U (3,\infty)
+(-\infty,2)\cup(2,\infty)  x\not=2  x ≠ 2  \text{all real numbers except }2
+(1,2),(3,4)  (x,y)=(1,2),(x,y)=(3,4)  (x,y)=(1,2)\text{ or }(x,y)=(3,4)  (1,2)\text{, }(3,4)
+e^2  {\rm e}^2  \mathrm e^2
+\ln 3  \operatorname*{ln} 3  {\rm ln} 3  \log_e 3
+\sec 1  \operatorname{sec} 1
+1+2i  1+2\imath  1+2{\rm i}
+R+r  \mathrm{R}+r
+36  \text{36m}  {36}  \textcolor{blue}{36}  \mathbf{36\text{ cm}}  36^\circ\text{C}  \text{x = 36}
+34\text{ sq. units}  \text{34 sq. units}
+12, 13  \text{12 and 13}
+440\text{ cm}^2  \text{440 cm}^2
+2430_5  \text{2430 in base 5}  2430 (base 5)  2430\ (\text{base }5)  2430_{\text{base 5}}  {2430}_5  [2430]_5
+27  (\text{D})\ 27  D. 27  D) 27  \text{Option D: }27  \text{D) }27  \textbf{(D)}\ $27$  {\rm (D)}\ 27  \text{(D) $27$}
+\text{(D)}  \text{Option D}  \textbf{\text{D}}  \text{D)}  d
+(B)  b
+\frac13  0.\overline 3  0.3̅  0.3̇
 """
 # whole completions, as in BOXES
 RIGHT_BOXES = r"""
