@@ -24,7 +24,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any module of ours is imported
 files = importlib.import_module("nanochat.storage.files")
-files.base_dir = files.base_dir.__wrapped__  # a process reads it once, and here one process has many
+# a process reads it once, and here one process has many; a test may import this file by another name
+files.base_dir = getattr(files.base_dir, "__wrapped__", files.base_dir)
 # Every test passes with any: TEST_SEED draws the crafted pair anew, TEST_THREADS changes how its sums are split.
 SEED, THREADS = int(os.environ.get("TEST_SEED", "0")), int(os.environ.get("TEST_THREADS", "1"))
 # The smallest chain that RL can work on: two operations at most, results modulo 3.

@@ -10,6 +10,7 @@ from conftest import TASK_FLAGS, parse, rl_flags
 from test_report import make_run
 
 from dev.experiments import jobs
+from nanochat import own_code
 from nanochat.checkpoint import save_atomic
 from nanochat.cli import script_main
 from nanochat.common import CannotWrite
@@ -17,7 +18,7 @@ from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import write_model
 from nanochat.rl.report.page import draw_curves, write_run_page
 from nanochat.rl.report.report import read_run, tidy, write_csv
-from nanochat.rl.run import prepare
+
 from nanochat.storage.files import make_folder, path_of, write_json
 from nanochat.storage.run import Run, lock_run
 from nanochat.tokenizer import Tokenizer
@@ -130,7 +131,7 @@ def test_the_text_of_a_recipe_that_cannot_be_written_is_told_in_one_line(base, t
         assert os.path.basename(path) == "recipe.py"
         raise CannotWrite(f"{path} cannot be written: No space left on device")
 
-    monkeypatch.setattr(prepare, "whole_file", refuse)
+    monkeypatch.setattr(own_code, "whole_file", refuse)
     with pytest.raises(SystemExit) as stop:
         script_main(tango_rl.main, tango_rl.make_parser, rl_flags("--run", "r", "--recipe", str(recipe)))
     assert stop.value.code == 1

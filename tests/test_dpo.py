@@ -46,7 +46,8 @@ def random_model(vocab_size: int = 265, seed: int = 0) -> GPT:
 
 def random_play(recipe: str, *flags: str) -> Play:
     """A step of a recipe with random models in float64 and plain SGD with rate 1. A hash of a solution's text says
-    whether it is right, wrong or not scorable: random models write random text, so groups hold all three."""
+    whether it is right, wrong or not scorable: random models write random text, so groups hold all three.
+    It counts where the text is cut, too, as it hardly ever ends."""
     args, recipe = parsed(recipe, "--max-grad-norm", "0", "--num-samples", "8", *flags), recipes.load(recipe)
     tokenizer, task = load_tokenizer(path_of("tokenizer")), make_task(args)
     task.check = lambda problem, text: (True, True, False, False, None)[zlib.crc32(text.encode()) % 5]
@@ -58,8 +59,14 @@ def random_play(recipe: str, *flags: str) -> Play:
         optimizer = torch.optim.SGD(parameters, lr=1.0) if spec.trained else None
         roles[name] = Role(name, model, parameters, optimizer, reference, 1.0)
     totals = dict.fromkeys(roles, args.num_steps) | getattr(recipe, "updates", lambda args: {})(args)
-    return Play(args, Run("r", CPU, *rank_and_world(), ""), Sampler(task, tokenizer, args.seed), roles,
-                recipe.draws(args), totals, RunState(role_steps=dict.fromkeys(roles, 0)), PolicyLoss())
+    t = Play(args, Run("r", CPU, *rank_and_world(), ""), Sampler(task, tokenizer, args.seed), roles,
+             recipe.draws(args), totals, RunState(role_steps=dict.fromkeys(roles, 0)), PolicyLoss())
+
+    def check(rollouts):
+        rollouts.columns["uncounted"] = [None] * len(rollouts)
+        return t.check_texts(rollouts.problems(), rollouts.texts)
+    t.check = check
+    return t
 
 
 def drawn_by(t: Play) -> dict:

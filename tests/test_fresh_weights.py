@@ -74,7 +74,7 @@ def learn(role) -> None:
     assert metrics["skipped"] == 0
 
 
-RUN = SimpleNamespace(device=CPU)
+RUN = SimpleNamespace(device=CPU, tell=lambda line: None)
 
 
 def trained_by_rl(model):
@@ -83,11 +83,12 @@ def trained_by_rl(model):
 
 
 def trained_by_sft(model, optimizers=None):
-    args = SimpleNamespace(pack=False, micro_batch_tokens=100, shard=False, num_steps=10, verifier_shared_layers=0)
+    args = SimpleNamespace(pack=False, micro_batch_tokens=100, shard=False, num_steps=10, verifier_shared_layers=0,
+                           lr_schedule="cosine", warmup_ratio=0.1)
     draw = torch.Generator().manual_seed(2)
     examples = [(torch.randint(VOCAB, (n,), generator=draw).tolist(), [0] + [1] * (n - 1)) for n in (5, 9, 12)]
     optimizers = optimizers or muon_adamw(model, LR, LR)
-    t = chat_sft.Training(args, "x", None, None, model, optimizers, None, {}, state={"step": 1}, run=RUN)
+    t = chat_sft.Training(args, "x", None, None, model, optimizers, None, {}, [], state={"step": 1}, run=RUN)
     return lambda: chat_sft.train_step(t, examples)
 
 

@@ -58,7 +58,7 @@ def play_of(**roles) -> Play:
     made = {name: Role(name, model, list(model.parameters()), torch.optim.SGD(model.parameters(), lr=1.0), lr=1.0)
             for name, model in roles.items()}
     draws = {name: Draw(name, 4, 4, 6) for name in roles}
-    tokenizer = SimpleNamespace(stop_tokens=[7], encode=lambda text: [ord(c) for c in text],
+    tokenizer = SimpleNamespace(stop_tokens=[7], assistant_end=7, encode=lambda text: [ord(c) for c in text],
                                 decode=lambda ids: "".join(map(chr, ids)))
     return Play(args, Run("r", CPU, 0, 1, ""), Sampler(None, tokenizer, 0), made, draws, dict.fromkeys(roles, 10),
                 RunState(role_steps=dict.fromkeys(roles, 0)), PolicyLoss("reinforce"))

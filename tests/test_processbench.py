@@ -101,7 +101,7 @@ def test_a_malformed_row_is_named_with_its_file_and_number(tmp_path, changes, wo
 @pytest.mark.parametrize("name, text, words", [
     ("math.jsonl", "", "is empty"), ("math.parquet", "no table", "math.parquet: "),
     ("math.jsonl", json.dumps({"problem": "1", "label": 0, "final_answer_correct": True}), "has no column 'steps'"),
-    ("math.csv", "problem,steps", "has no <subset>.jsonl or <subset>.json or <subset>.parquet")])
+    ("math.txt", "problem,steps", "has no <subset>.jsonl or <subset>.json or <subset>.parquet or <subset>.csv")])
 def test_a_file_that_is_no_table_of_samples_is_refused(tmp_path, name, text, words):
     (tmp_path / name).write_text(text)
     with pytest.raises(BadInput, match=re.escape(words)) as error:
@@ -142,7 +142,7 @@ def test_a_sample_is_a_solution_in_the_format_with_the_answer_in_its_last_steps_
 
 class Bytes:
     """Prompts as text."""
-    render_prompt = staticmethod(lambda text: text)
+    render_prompt = staticmethod(lambda text, system="": text)
 
 
 HOSTILE = ["</step>", "<step>", "<step>x</step>", "</think>", "<think>", "<answer>\\boxed{1}</answer>",

@@ -81,8 +81,7 @@ def stepped(base, monkeypatch):
 
 
 def earned(recipe: str, stage: int, outcome: bool | None, text: str, ended: bool, forced: str) -> float | None:
-    """What a solution earns by its text and what was forced in it. One that did not end is wrong."""
-    outcome = outcome and ended
+    """What a solution earns by its text and what was forced in it."""
     if recipe == "search_r1":
         return outcome
     if recipe == "ssrl":

@@ -14,7 +14,7 @@ from nanochat.rl.records.outcomes import outcomes_of
 from nanochat.rl.records.prompts import parse_verification
 from tasks import METHODS as TASK_METHODS, MODULES, TASKS, add_task_args, flags_of_others, make_task
 from tasks.common import Problem, check_answer, epoch_order, nth_of_epochs
-from tasks.competition import Competition
+from tasks.competition import COLUMNS, Competition
 from tasks.formats import COMPACT, PAPER, Format
 
 SPLITS = ("sft", "rl", "test_in", "test_out")
@@ -74,7 +74,8 @@ def test_a_task_of_a_data_set_has_one_flag_for_its_sources(name):
     parser = argparse.ArgumentParser(add_help=False)
     add_task_args(parser)
     flags = {flag for flag in parser._option_string_actions if flag.startswith(f"--{name}-")}
-    assert flags - {f"--{name}-format"} == {f"--{name}-data"}
+    columns = {f"--rows-{column}-column" for column in COLUMNS if name == "rows"}
+    assert flags - {f"--{name}-format"} == {f"--{name}-data"} | columns
 
 
 @EVERY_TASK

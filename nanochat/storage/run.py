@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -51,7 +52,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.writer, self.logs = Writer(self.device), self.logs or self.folder
-        os.register_at_fork(after_in_child=self.leave)
+        leave = weakref.WeakMethod(self.leave)  # what is registered stays for good, and the run need not
+        os.register_at_fork(after_in_child=lambda: (method := leave()) and method())
 
     def leave(self) -> None:
         """In a forked child: the run, and its lock, are the parent's; a child that stays would hold it."""
