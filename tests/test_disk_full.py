@@ -18,7 +18,6 @@ from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import write_model
 from nanochat.rl.report.page import draw_curves, write_run_page
 from nanochat.rl.report.report import read_run, tidy, write_csv
-
 from nanochat.storage.files import make_folder, path_of, write_json
 from nanochat.storage.run import Run, lock_run
 from nanochat.tokenizer import Tokenizer
