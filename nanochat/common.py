@@ -67,11 +67,11 @@ def takes(function, number: int) -> bool:
 
 
 def check_defaults() -> None:
-    """Raises BadInput where a recipe has changed what torch makes tensors of: kernels are given fp32 on the CPU, and
-    would read something else as that."""
+    """Raises BadInput where a file of the user's has changed what torch makes tensors of: kernels are given fp32 on the
+    CPU, and would read something else as that."""
     found = torch.get_default_dtype(), torch.get_default_device()
     if found != (torch.float32, torch.device("cpu")):
-        raise BadInput(f"the recipe has set torch's defaults to {dtype_name(found[0])} and {found[1]}: they must stay "
+        raise BadInput(f"torch's defaults have been set to {dtype_name(found[0])} and {found[1]}: they must stay "
                        f"float32 and cpu; name another dtype or device where a tensor is made")
 
 

@@ -22,7 +22,7 @@ from nanochat.rl.report.terminal import add_colour_flag, paint, wants_colour
 from nanochat.storage.files import path_of
 from scripts.verifier_eval import load
 from tasks import format_of, recorded_value
-from tasks.formats import FORMATS, Format, with_prompts
+from tasks.formats import FORMATS, PROMPTS, Format, with_prompts
 
 COLOURS = {True: "32", False: "31", None: "33"}  # green, red, yellow
 WORDS = {True: "right", False: "wrong", None: "no verdict"}
@@ -118,7 +118,9 @@ def show_verdicts(fmt: Format, solution: str, verification: Verification, colour
 
 def choose_format(args, recorded: dict, where: str) -> Format | None:
     """How a message becomes a prompt: a task's format, or None for chat. Raises BadInput."""
-    fmt = FORMATS.get(args.format) if args.format else format_of(recorded, where)
+    own = {name: recorded_value(recorded, name, "", where) for name in PROMPTS}
+    fmt = with_prompts(FORMATS[args.format], own) if args.format in FORMATS else (
+        None if args.format else format_of(recorded, where))
     if args.verifier and fmt is None:
         raise BadInput(f"--verifier {args.verifier}: a verifier judges steps, and chat has none: give --format "
                        f"{' or '.join(FORMATS)}")

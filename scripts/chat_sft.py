@@ -48,7 +48,7 @@ from nanochat.storage.run import Run, add_run_args
 from nanochat.supervised import (add_checkpoint_args, begin_run, check_skipped, greedy_texts, load_training,
                                  resume_step, save_training, saved_when_stopped, writing_checkpoints)
 from nanochat.weights import free_gathered
-from tasks import add_task_args, make_task, text_of
+from tasks import add_task_args, make_task, text_of, warn_of_prompts
 
 # sft problems from this index on are for sampled solutions: demonstrations of an endless task never get there
 SAMPLED_FROM = 10_000_000
@@ -289,9 +289,9 @@ def print_samples(t: Training, num: int = 3) -> None:
     prompts, learned = [prompt for prompt, _ in pairs], [rest for _, rest in pairs]
     room = t.model.config.sequence_len - max(map(len, prompts), default=0)
     new = min(room, max([t.args.max_new_tokens, *map(len, learned)]))
-    texts, decode = greedy_texts(t.model, t.tokenizer, prompts, new), t.tokenizer.decode
+    texts, spell = greedy_texts(t.model, t.tokenizer, prompts, new), t.tokenizer.spell
     for prompt, rest, text in zip(prompts, learned, texts, strict=True):
-        print0(f"  sample: ...{decode(prompt)[-SAMPLE_END:]!r} -> {text!r}\n  it was: {decode(rest)!r}")
+        print0(f"  sample: ...{spell(prompt)[-SAMPLE_END:]!r} -> {text!r}\n  it was: {spell(rest)!r}")
 
 
 def resolve_tags(args) -> str:
@@ -319,8 +319,9 @@ def judged_tag(args) -> tuple[str, int | None] | None:
 def load_generator(args, judged: tuple, tokenizer, model, device, resumed: bool):
     """The SFT generator whose solutions the verifier learns to judge; makes the verifier share its lowest layers.
     Raises BadInput, also where a resumed verifier's shared layers are not the generator's."""
-    generator, _ = load_model("sft", judged[0], device, model.compute_dtype, judged[1],
-                              trained=args.verifier_shared_layers > 0)  # shared layers are the model's too
+    generator, meta = load_model("sft", judged[0], device, model.compute_dtype, judged[1],
+                                 trained=args.verifier_shared_layers > 0)  # shared layers are the model's too
+    warn_of_prompts(judged[0], meta["user_config"], args, "generator")
     tokenizer.check_model("generator", generator)
     if args.max_new_tokens >= generator.config.sequence_len:
         raise BadInput(f"--max-new-tokens {args.max_new_tokens}: the generator's context is "

@@ -112,9 +112,12 @@ def add_task_args(parser) -> None:
 def prompt_file(path: str) -> str:
     """A type for argparse: the text of a file, "" of none."""
     try:
-        return path and read_text("file", path).removesuffix("\n")
+        text = read_text("file", path).removesuffix("\n") if path else ""
     except BadInput as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if path and not text.strip():
+        raise argparse.ArgumentTypeError(f"file {path}: is empty")
+    return text
 
 
 def task_actions() -> list[argparse.Action]:
@@ -186,16 +189,20 @@ def format_of(recorded: dict, where: str) -> Format | None:
 
 
 def warn_of_prompts(tag: str, recorded: dict, args, role: str) -> None:
-    """Says so where a checkpoint was trained on a task, and with another of PROMPTS than it is asked with here."""
-    for name in PROMPTS:
-        before, now = recorded.get(name, ""), getattr(args, name)
-        if recorded.get("task") and before != now and name in ("system_prompt", f"{role}_prompt"):
+    """Says so where a checkpoint was trained on a task, and with another of PROMPTS, or another format of the same
+    task, than it is asked with here."""
+    defaults, of_task = task_flags(), f"{args.task}_format" if recorded.get("task") == args.task else ""
+    for name in ("system_prompt", f"{role}_prompt", of_task):
+        if recorded.get("task") and name in defaults and (before := recorded.get(name, defaults[name])) != (
+                now := getattr(args, name)):
             print0(f"WARNING: {tag} was trained with another --{name.replace('_', '-')}: {before!a:.60}, and here it "
                    f"is {now!a:.60}")
 
 
 def make_task(args):
     """The task that --task names. Raises BadInput for flags that do not fit, and for any error of a file."""
+    if args.task != "rows" and (lost := [name for name in getattr(args, "explicit", ()) if name.startswith("rows_")]):
+        raise BadInput(f"--{min(lost).replace('_', '-')}: is of --task rows, and the task is {args.task}")
     args = argparse.Namespace(**own_flags(args.task) | vars(args))
     with blaming(f"--task {args.task}", args.task) if is_file(args.task) else contextlib.nullcontext():
         task = class_of(args.task)(args, args.seed)

@@ -80,6 +80,7 @@ SPELLINGS = {
     "lbrace": "\\{", "rbrace": "\\}", "degree": "^\\circ", "%": "%",
 }
 DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+THOUSANDS = re.compile(r"\s*(?:-?[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:, +|\s*$)){2,}")
 GROUPED = re.compile(r"((?:(?!\\(?:\{|lbrace))[^,(\[])*?)(?<![0-9.])([1-9][0-9]{0,2}(?:,[0-9]{3})+)(?![0-9])([^,(\[]*)",
                      re.DOTALL)
 # what joins two statements without a word; between inequalities a union is an "or"
@@ -141,6 +142,8 @@ def tidy(text: str) -> str:
     # signs that only thousands have
     text = re.sub(r"(?<=[0-9])(?:\{,\}(?:\\!)?|, ?\\! ?|\\[,;: ]|~)(?=[0-9]{3}(?![0-9]))", "", text)
     text = re.sub(r"^\s*\*\*(.*)\*\*\s*$", r"\1", text, flags=re.DOTALL)
+    if THOUSANDS.fullmatch(text):  # 10,000, 20,000
+        text = re.sub(r"(?<=[0-9]),(?=[0-9])", "", text)
     # the only commas there are, and in no bracket: (1,234) is a point, "1, 234" a list
     if grouped := GROUPED.fullmatch(text):
         text = grouped[1] + grouped[2].replace(",", "") + grouped[3]

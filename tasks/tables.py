@@ -8,6 +8,7 @@ import glob
 import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 
@@ -36,6 +37,8 @@ def csv_rows(path: str) -> Iterator[tuple[str, object]]:
     with reading(path), open(path, encoding="utf-8-sig", newline="") as f:
         rows = csv.DictReader(f, strict=True)
         try:
+            if twice := [name for name, count in Counter(rows.fieldnames or ()).items() if count > 1]:
+                raise ValueError(f"the first line names column {twice[0]!r} twice")
             for row in rows:
                 if None in row or None in row.values():
                     raise ValueError(f"line {rows.line_num} has {'more' if None in row else 'fewer'} values than the "

@@ -369,6 +369,7 @@ x^2-2x+10=0  2x^2-4x+20=0  -10=x^2-2x
 50\%  50\text{ per cent}  0.5=50\%  50\text{ percentage points}
 \$5  5\text{ dollars per hour}
 \text{Evelyn}  x=\text{Evelyn}  "Evelyn"
+10,000, 20,000  20000, 10000  20,000, 10,000  10000,20000
 60, 120  120, 60  120,60  \{60,120\}  60\text{ and }120
 \{2,100\}  \{100,2\}  2, 100  \left\{100, 2\right\}
 \{2,100,300\}  \{100,2,300\}

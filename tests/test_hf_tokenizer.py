@@ -416,6 +416,14 @@ def test_a_last_answer_that_the_template_does_not_end_is_ended_where_sampling_st
             tokenizer.render_conversation(turns("a", "b", "c", "d"), None)
 
 
+def test_a_template_that_leaves_out_a_system_message_is_refused(tmp_path):
+    deaf = "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    deaf = HFTokenizer.load(write(tmp_path, qwen(), {**CHATML_NAMES, "chat_template": deaf}))
+    assert deaf.render_prompt("Hi")
+    with pytest.raises(BadInput, match="the chat template leaves out the system message 'Be brief.'"):
+        deaf.render_prompt("Hi", "Be brief.")
+
+
 @pytest.mark.parametrize("kind", ["llama3", "glm", "alpaca"])
 def test_given_completions_end_as_trained_ones_do(loaded, kind):
     """Not in the first of the tokens that sampling stops at."""

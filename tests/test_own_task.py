@@ -331,6 +331,9 @@ def test_prompts_are_the_checkpoints_and_others_are_warned_of(base, tmp_path, ca
         "is ''"]
     line = refusal(capsys, "-g", "tiny", "-i", "sft", "--verifier-prompt", str(tmp_path / "t.txt"), script=chat_eval)
     assert line == "error: --verifier-prompt: has no {solution}"
+    (tmp_path / "t.txt").write_text(" \n")
+    line = refusal(capsys, "-g", "tiny", "-i", "sft", "--generator-prompt", str(tmp_path / "t.txt"), script=chat_eval)
+    assert line.endswith("t.txt: is empty")
     recorded_with(base, system_prompt="x" * 128)
     assert "its context 128" in refusal(capsys, *evaluate, script=chat_eval)
     recorded_with(base, system_prompt="", generator_prompt="{problem.__class__}")

@@ -83,3 +83,6 @@ def test_values_of_csv_are_as_they_are_written(tmp_path):
         path.write_bytes((b"a,b,c\n" if b"b,c" in rows else b"problem,answer,solution\n") + rows)
         with pytest.raises(BadInput, match=f"a.csv: {said}"):
             read_source("--x", str(path))
+    path.write_text("problem,answer,answer\na,1,2\n")
+    with pytest.raises(BadInput, match="a.csv: the first line names column 'answer' twice"):
+        read_source("--x", str(path))

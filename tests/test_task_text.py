@@ -6,7 +6,7 @@ import pytest
 from conftest import TASK_FLAGS, parse
 from test_bad_input import refused
 
-from nanochat.common import CannotWrite
+from nanochat.common import BadInput, CannotWrite
 from scripts import task_text
 
 SHARDS = [f"shard_{i:05d}.jsonl" for i in range(4)]
@@ -88,3 +88,5 @@ def test_without_a_folder_prompts_are_shown_as_a_model_sees_them(base, tmp_path,
     rows.write_text('{"question": "1+1?", "answer": "2"}\n')
     assert "<answer>\\boxed{2}</answer>" in " ".join(lines := shown("--task", "rows", "--data", str(rows)))
     assert not [line for line in lines if "SFT" in line]
+    with pytest.raises(BadInput, match="--rows-data: is of --task rows, and the task is chain"):
+        shown("--data", str(rows))

@@ -346,12 +346,17 @@ class HFTokenizer:
         return text, len(prompt), ends[0] if ends else len(text)
 
     def _render(self, messages: list[dict], generate: bool) -> str:
-        """The rendered conversation, with the inner names of those control tokens that the template wrote."""
+        """The rendered conversation, with the inner names of those control tokens that the template wrote. Raises
+        BadInput for a template that leaves out a system message."""
         messages = [{**message, "content": scalars(message["content"])} for message in messages]
         used = set(chain(self.template.source, *(message["content"] for message in messages)))
         mark = next(mark for mark in MARKS if mark not in used)
         name_inside = lambda text: self._added.sub(lambda match: self._inner.get(match[0], match[0]), text)
         plain = self.template.render(messages, generate)
+        for message in messages:
+            if message["role"] == "system" and message["content"].strip() not in plain:
+                raise BadInput(f"{self.template.path}: the chat template leaves out the system message "
+                               f"{message['content'][:60]!r}")
         fenced = [{**message, "content": self._fence.text(message["content"], mark)} for message in messages]
         fenced = self.template.render(fenced, generate)
         named, without = name_inside(fenced), name_inside(plain)

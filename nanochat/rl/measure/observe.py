@@ -7,6 +7,7 @@ from statistics import pstdev, variance
 
 import torch
 
+from nanochat.common import BadInput
 from nanochat.rl.credit.advantages import SparseRewards
 from nanochat.rl.credit.rewards import checked_rewards, terminal_rewards
 from nanochat.rl.measure.scores import judgments, ranking_reversed, step_sums, verdict_row, verdict_scores
@@ -21,6 +22,9 @@ def observe(t: Play, role: str, solutions: Rollouts, rewards: list[float | None]
             sources: dict[str, SparseRewards] | None = None) -> None:
     """Logs a step of solving: rewards and their variance by source, outcomes, reasoning steps and their gold labels,
     and how often the advantages (N, T) rank a wrong solution above a right one. sources: by default the rewards."""
+    if "outcome" not in solutions.columns:
+        raise BadInput(f"observe of the {role}: its solutions need a column outcome, which t.rewards makes, or t.check "
+                       f"gives; log_rewards needs none")
     outcomes, read = solutions.columns["outcome"], t.read_solutions(solutions)
     labels = list(map(partial(labels_of, t.task), solutions.problems(), solutions.texts))
     inside = torch.arange(advantages.shape[1], device=advantages.device) < solutions.lengths[:, None]  # (N, T)
