@@ -70,9 +70,10 @@ SLOW = 15                                 # the channel of a head's queries and 
 # The files that take longest come first: none of them is left to one worker at the end.
 LONG = [f"test_{name}" for name in (
     "recipes", "bad_flags", "tango_rl", "tango", "base_train", "sharding", "qwen", "plan", "faults", "common",
-    "grading", "attention_kernels", "kernels_gpu", "bad_input", "tiles", "cpu_compile", "cpu_kernels", "decode_cache",
-    "engine", "fresh_weights", "hf_tokenizer_hostile", "verifier_eval", "kernels", "bench", "chat_sft", "chat_eval",
-    "report", "gpt", "label_steps", "apart", "gpu_day", "setup", "competition", "gguf", "attention")]
+    "grading", "grading_hostile", "attention_kernels", "kernels_gpu", "bad_input", "tiles", "cpu_compile",
+    "cpu_kernels", "decode_cache", "engine", "fresh_weights", "hf_tokenizer_hostile", "verifier_eval", "kernels",
+    "bench", "chat_sft", "chat_eval", "report", "gpt", "label_steps", "apart", "gpu_day", "setup",
+    "competition", "gguf", "attention")]
 
 
 @pytest.fixture(autouse=True, scope="session")
