@@ -90,12 +90,11 @@ def nth_of_epochs(items: list, seed: int, split: str, index: int):
 
 
 def answering_part(fmt: Format, solution: str) -> str:
-    """The part of a solution whose answer counts, for tasks.grading; "" where none does: a thought is still open, as a
-    completion cut at its limit leaves it, or nothing is answered after it. Where the format's answer tag
-    is there, only what stands in it counts (its last box, or all of it where it has none), and it must be the end of
-    the text: "..<answer>\\boxed{18}</answer>" and "..<answer>18</answer>" answer 18, "..<answer>\\boxed{18}</answer> or
-    19" nothing. A text without the tag, as pretrained models write it, is read as it is: its last box, else what
-    follows "####"."""
+    """The part of a solution whose answer counts, for tasks.grading; "" where none does, as in a text whose last
+    <think> is not closed. Where the format's answer tag is there, only what stands in it counts (its last box, or all
+    of it where it has none), and it must be the end of the text: "..<answer>\\boxed{18}</answer>" and
+    "..<answer>18</answer>" answer 18, "..<answer>\\boxed{18}</answer> or 19" nothing. A text without the tag, as
+    pretrained models write it, is read as it is: its last box, else what follows "####"."""
     if solution.rfind("<think>") > solution.rfind("</think>"):
         return ""
     opening, closing = fmt.answer_open.removesuffix(BOX), fmt.answer_close.removeprefix("}")

@@ -20,8 +20,8 @@ time and a memory limit. What is decided for all of them:
   answers of letters only: AB is not BA. In a formula R and r are two letters. The letter of a choice before a value,
   (D) 27, is left out, or must be the gold's; a gold with one may be answered by either.
 - i is the imaginary unit where that makes two answers equal.
-- What has the gold's value is right, in whatever form: the expression that was to be simplified, copied, too. But an
-  inequality that is not solved is no interval.
+- What has the gold's value is right, in whatever form: the expression that was to be simplified, copied, too, which
+  RL does not count (`is_copied` in tasks/common.py). But an inequality that is not solved is no interval.
 """
 import re
 from collections import Counter

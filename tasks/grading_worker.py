@@ -140,6 +140,40 @@ def refuse_towers() -> None:
             if n.is_Integer and k.is_Integer and n > 0 else 0)
 
 
+def statements_as_sets():
+    """Two functions: region(what was read) -> the same, or the set that its inequalities leave; solutions(statement) ->
+    the set of the numbers for which it holds."""
+    from sympy import And, Complement, Eq, FiniteSet, Intersection, Interval, Ne, Set, Symbol, Union
+    from sympy.core.function import AppliedUndef
+    from sympy.core.relational import Relational
+
+    def region(found):
+        """Several statements on one name, an inequality among them, as the numbers for which all hold; where there are
+        none, as those for which one holds. x != 2 as all numbers but that one."""
+        if isinstance(found, Interval | Union | Complement):
+            return found.doit()  # \frac{\pi}{2} comes as a quotient that is not worked out
+        statements = [*map(plain, found.args if isinstance(found, FiniteSet) else [found])]
+        several = len(statements) > 1 and all(isinstance(x, Relational | And) for x in statements)
+        if ((isinstance(found, Ne | And) or several and not all(isinstance(x, Eq) for x in statements))
+                and len(set().union(*(x.free_symbols for x in statements))) == 1):
+            sets = [solutions(statement) for statement in statements]
+            return Union(*sets) if Intersection(*sets).is_empty else Intersection(*sets)
+        return found
+
+    def solutions(statement) -> Set:
+        """The numbers for which a statement on one name holds: of x = 5, x > 5, 1 < x < 5, g(x) > 5, x in (1, 5)."""
+        statement = plain(statement)
+        if isinstance(statement, Eq) and isinstance(statement.rhs, Set):
+            return statement.rhs
+        return statement if isinstance(statement, Set) else statement.as_set()
+
+    def plain(statement):
+        """With a name for each value of an unknown function: f(1) < f(2) is on two."""
+        return statement.xreplace({value: Symbol(str(value), real=True) for value in statement.atoms(AppliedUndef)})
+
+    return region, solutions
+
+
 def load():
     """math-verify as two functions: parse(text) -> its sympy objects, none where it has no meaning; equal(gold, answer)
     -> bool."""
@@ -148,14 +182,12 @@ def load():
     logging.disable()  # both functions warn that they have no time limit; here the parent has one
     from latex2sympy2_extended import latex2sympy2
     from math_verify import grader, verify
-    from sympy import (And, Complement, Eq, FiniteSet, Float, I, Intersection, Interval, Ne, Rational, Set, Symbol,
-                       Union)
-    from sympy.core.function import AppliedUndef
-    from sympy.core.relational import Relational
+    from sympy import Eq, Float, I, Intersection, Rational, Set, Union
 
     read_as_written()
     compare_exactly()
     refuse_towers()
+    region, solutions = statements_as_sets()
     # Its own units would make 5t, 5m and 5d the number 5.
     reading = latex2sympy2.NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True,
                                                boxed="none", equations=False)
@@ -177,30 +209,6 @@ def load():
             raise
         except Exception:  # whatever a parser says of such a text: it is none that can be read
             return []
-
-    def region(found):
-        """Several statements on one name, an inequality among them, as the numbers for which all hold, or where none
-        does, one; x != 2 as all numbers but that one."""
-        if isinstance(found, Interval | Union | Complement):
-            return found.doit()  # \frac{\pi}{2} comes as a quotient that is not worked out
-        statements = [*map(plain, found.args if isinstance(found, FiniteSet) else [found])]
-        several = len(statements) > 1 and all(isinstance(x, Relational | And) for x in statements)
-        if ((isinstance(found, Ne | And) or several and not all(isinstance(x, Eq) for x in statements))
-                and len(set().union(*(x.free_symbols for x in statements))) == 1):
-            sets = [solutions(statement) for statement in statements]
-            return Union(*sets) if Intersection(*sets).is_empty else Intersection(*sets)
-        return found
-
-    def solutions(statement) -> Set:
-        """The numbers for which a statement on one name holds: of x = 5, x > 5, 1 < x < 5, g(x) > 5, x in (1, 5)."""
-        statement = plain(statement)
-        if isinstance(statement, Eq) and isinstance(statement.rhs, Set):
-            return statement.rhs
-        return statement if isinstance(statement, Set) else statement.as_set()
-
-    def plain(statement):
-        """With a name for each value of an unknown function: f(1) < f(2) is on two."""
-        return statement.xreplace({value: Symbol(str(value), real=True) for value in statement.atoms(AppliedUndef)})
 
     def exact(expression):
         """With its decimals as the fractions that they are: differences of floats vanish."""

@@ -181,7 +181,7 @@ def test_an_update_is_made_whatever_a_recipe_left_of_gradients_and_no_torch_defa
     try:
         torch.set_default_dtype(torch.float64)
         for verb in (t.check_stop, lambda: run_file("--recipe", "my.py", "")):
-            with pytest.raises(BadInput, match="torch's defaults have been set to float64 and cpu: they must stay float32"):
+            with pytest.raises(BadInput, match="defaults have been set to float64 and cpu: they must stay float32"):
                 verb()
     finally:
         torch.set_default_dtype(torch.float32)
