@@ -408,17 +408,17 @@ def test_curves_of_runs_that_skipped_updates_meet_at_each_evaluation(tmp_path):
 def test_what_is_watched_is_fine_or_warned_of_now_or_earlier(tmp_path):
     fine = {"gen/num_rollouts": 8, "gen/reward": 0.5, "gen/stepless": 0.2, "gen/wrong_passed": None}
     runs = [made(tmp_path, f"chain-tango-s{seed}", seed, [0.1, 0.2, 0.3], logged=fine) for seed in (0, 1)]
-    assert well_and_ill(runs) == {"warned": [], "fine": [["rollouts can be scored", ["generator"]],
-                                                         ["solutions have steps", ["generator"]]]}
+    assert well_and_ill(runs) == {"warned": [], "fine": [[words, []] for words in (
+        "rollouts can be scored", "sampling explores", "solutions have steps")]}
     runs[0].records[3]["gen/stepless"] = 0.7
     runs[1].records[18]["gen/reward"] = None  # one of the last tenth
     seen = well_and_ill(runs)
     rows = [(row["now"], row["warning"], row["role"], row["runs"]) for row in seen["warned"]]
-    assert seen["fine"] == [] and rows == [
+    assert seen["fine"] == [["sampling explores", []]] and rows == [
         (True, "no rollout could be scored", "generator",
-         [{"run": "chain-tango-s1", "now": True, "text": "at step 18, in 1 of 20 steps"}]),
+         [{"run": "chain-tango-s1", "now": True, "text": "at step 18, in 1 of 20"}]),
         (False, "answers without steps", "generator",
-         [{"run": "chain-tango-s0", "now": False, "text": "70.0% at step 3, in 1 of 20 steps"}])]
+         [{"run": "chain-tango-s0", "now": False, "text": "70.0% at step 3, in 1 of 20"}])]
 
 
 def test_the_first_screen_has_the_scores_that_a_recipe_has_and_three_solutions(tmp_path):

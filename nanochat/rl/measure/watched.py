@@ -8,6 +8,7 @@ from nanochat.rl.learn.roles import short_name
 
 LENIENT = 0.3  # a run warns while more than this share of the generator's wrong steps passes
 LITTLE_SIGNAL = 0.9  # while more than this share of the groups has equal rewards
+DETERMINISTIC = 0.001  # nats per token: while the entropy is below this
 MOST = 0.5  # while more than this share of completions is cut, of solutions has no steps, of verdicts cannot be read
 APART_BY = "it is likely sampled from other weights, or what was sampled was changed after it"
 
@@ -37,6 +38,9 @@ WATCHED = (
     Watched("frac_reward_zero_std", "groups give signal", "little signal", above(LITTLE_SIGNAL),
             f"at most {LITTLE_SIGNAL:.0%} of the groups have equal rewards",
             "problems are too hard (reward near 0) or too easy: change them, or raise --num-samples"),
+    Watched("entropy", "sampling explores", "sampling is deterministic",
+            lambda value: value is not None and value < DETERMINISTIC, f"at least {DETERMINISTIC} nats per token",
+            "the signal ends: lower the learning rate, or raise --entropy-coef or --kl-coef"),
     Watched("completions/clipped_ratio", "completions end", "completions are cut", above(MOST),
             f"at most {MOST:.0%} are cut at their limit", "raise their limit, or give SFT longer"),
     Watched("stepless", "solutions have steps", "answers without steps", above(MOST),

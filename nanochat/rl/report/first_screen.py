@@ -3,7 +3,7 @@ The report's first screen: did it learn, is it healthy, what does it write now.
 """
 from statistics import mean
 
-from nanochat.rl.measure.watched import watched_in
+from nanochat.rl.measure.watched import WATCHED, Watched, watched_in
 from nanochat.rl.report.cards import card
 from nanochat.rl.report.fields import is_number
 from nanochat.rl.report.report import ACCURACY, Run, arms_of, interval
@@ -47,35 +47,49 @@ def records_of(run: Run, role: str) -> list[dict]:
     return [record for record in run.records if role in record["role"].split("+")] or run.records
 
 
+def seen_in(run: Run, role: str) -> dict[Watched, list[tuple[int, float | None]]]:
+    """What was watched of a role: (step, value) of each of its records, where some value says something."""
+    seen = {}
+    for record in records_of(run, role):
+        for watched, value in watched_in(record, role):
+            if value is None or is_number(value):
+                seen.setdefault(watched, []).append((record["step"], value))
+    return {watched: values for watched, values in seen.items()
+            if any(value is not None or watched.is_bad(value) for _, value in values)}
+
+
+def warning_of(watched: Watched, values: list[tuple[int, float | None]]) -> dict | None:
+    """When a run warned: the last value out of bounds, in how many steps there was one, and whether it is so now, in
+    the last tenth of the steps. None where it never was."""
+    out = [n for n, (_, value) in enumerate(values) if watched.is_bad(value)]
+    if not out:
+        return None
+    step, value = values[out[-1]]
+    shown = "" if value is None else f"{value_of(f'/{watched.name}', value)} "
+    return {"now": len(values) - out[-1] <= max(1, len(values) // 10),
+            "text": f"{shown}at step {step}, in {len(out)} of {len(values)}"}
+
+
 def well_and_ill(runs: list[Run]) -> dict:
-    """What the runs watch (`WATCHED`), judged step by step as they did. fine: what has always been so, with its roles;
-    warned: what has not, with its runs, the last value out of bounds and in how many steps there was one. It is so now
-    where that was in the last tenth of the role's steps."""
-    fine, warned = {}, {}
+    """What the runs watch (`WATCHED`), judged step by step as they did. warned: by watched metric and role, the runs
+    that warned; fine: what none did of, with its roles where another role's run did."""
+    warned, fine = {}, {}
     for run in runs:
         for role in run.roles:
-            seen = {}
-            for record in records_of(run, role):
-                for watched, value in watched_in(record, role):
-                    if value is None or is_number(value):
-                        seen.setdefault(watched, []).append((record["step"], value))
-            for watched, values in seen.items():
-                out = [n for n, (_, value) in enumerate(values) if watched.is_bad(value)]
-                if out:
-                    step, value = values[out[-1]]
-                    shown = "" if value is None else f"{value_of(f'/{watched.name}', value)} "
-                    warned.setdefault((watched, role), []).append({
-                        "run": run.name, "now": len(values) - out[-1] <= max(1, len(values) // 10),
-                        "text": f"{shown}at step {step}, in {len(out)} of {len(values)} steps"})
-                elif any(value is not None for _, value in values):
-                    fine.setdefault(watched.fine, {})[role] = watched
-    for watched, role in warned:
-        fine.get(watched.fine, {}).pop(role, None)
+            for watched, values in seen_in(run, role).items():
+                told = warned.setdefault((watched, role), [])
+                if found := warning_of(watched, values):
+                    told.append({"run": run.name, **found})
+    warned = dict(sorted(warned.items(), key=lambda item: WATCHED.index(item[0][0])))
+    for (watched, role), told in warned.items():
+        if not told:
+            fine.setdefault(watched, []).append(role)
+    ill = {watched for (watched, _), told in warned.items() if told}
     rows = [{"warning": watched.warning, "role": role, "bound": watched.bound, "remedy": watched.remedy,
-             "now": any(run["now"] for run in of_runs), "runs": sorted(of_runs, key=lambda run: not run["now"])}
-            for (watched, role), of_runs in warned.items()]
+             "now": any(run["now"] for run in told), "runs": sorted(told, key=lambda run: not run["now"])}
+            for (watched, role), told in warned.items() if told]
     return {"warned": sorted(rows, key=lambda row: not row["now"]),
-            "fine": [[words, list(roles)] for words, roles in fine.items() if roles]}
+            "fine": [[watched.fine, roles if watched in ill else []] for watched, roles in fine.items()]}
 
 
 def latest(run: Run) -> dict:
