@@ -3,6 +3,7 @@ import re
 from fnmatch import fnmatch
 from pathlib import Path
 
+import pytest
 from setuptools import find_namespace_packages
 
 from nanochat import __version__
@@ -15,7 +16,8 @@ except ModuleNotFoundError:  # Python 3.10
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
-PACKAGES = find_namespace_packages(ROOT, include=SETUPTOOLS["packages"]["find"]["include"])
+PACKAGES = find_namespace_packages(ROOT, **SETUPTOOLS["packages"]["find"])
+PAIR = ROOT / "nanochat" / "pair"  # models, in folders that hold no code
 TOP = {"nanochat", "tasks", "scripts"}
 
 
@@ -28,8 +30,10 @@ def test_the_packages_are_the_folders_with_code():
 def test_a_package_comes_with_all_its_files():
     patterns = SETUPTOOLS["package-data"]
     for package in PACKAGES:
-        names = [path.name for path in (ROOT / package.replace(".", "/")).iterdir()
+        folder = ROOT / package.replace(".", "/")
+        names = [path.name for path in folder.iterdir()
                  if path.is_file() and path.suffix != ".py" and not path.name.startswith(".")]
+        names += [str(path.relative_to(folder)) for path in PAIR.rglob("*") if path.is_file() and PAIR.parent == folder]
         for name in names:
             assert any(fnmatch(name, pattern) for pattern in patterns.get(package, [])), f"{package}: {name}"
         for pattern in patterns.get(package, []):
@@ -46,6 +50,25 @@ def test_the_citation_is_of_the_packages_version_which_stands_in_one_place():
     assert (top["title"], top["version"]) == (PROJECT["project"]["name"], __version__)
     assert top["license"] == PROJECT["project"]["license"] == "MIT"
     assert "Andrej Karpathy" in (ROOT / PROJECT["project"]["license-files"][0]).read_text()
+
+
+def test_the_changelog_begins_with_what_is_to_come_and_the_version():
+    headings = re.findall("^## (.+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    released = [heading.split()[0] for heading in headings if heading != "Unreleased"]
+    assert released[0] == __version__ and "Unreleased" not in headings[1:]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").iterdir()), ids=lambda path: path.name)
+def test_a_form_for_issues_is_one_that_github_shows(path):
+    """Its fields have a kind that there is, a name and a label each; at least one must be filled in."""
+    form = pytest.importorskip("yaml").safe_load(path.read_text())
+    assert form.keys() == {"name", "description", "labels", "body"}
+    for field in form["body"]:
+        assert field["type"] in ("input", "textarea") and field["attributes"]["label"]
+        assert set(field["attributes"]) <= {"label", "description", "placeholder", "render"}
+    names = [field["id"] for field in form["body"]]
+    assert len(set(names)) == len(names)
+    assert any(field.get("validations", {}).get("required") is True for field in form["body"])
 
 
 def test_the_workflow_runs_the_tests_on_every_python_that_is_promised():
