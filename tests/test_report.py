@@ -426,6 +426,8 @@ def test_the_first_screen_has_the_scores_that_a_recipe_has_and_three_solutions(t
     (score,) = progress([own])
     assert score == {"title": "jud/auc", "rows": [{"arm": "own", "first": "0.500", "last": "0.750", "seeds": 1,
                                                    "change": "+0.250", "half": None}]}
+    own.points = own.points[:1]
+    assert progress([own])[0]["rows"][0]["last"] is None  # under way
     assert latest(own) == {"held_out": False, "step": 0, "cards": []}
     own.rollouts = [{**ROLLOUT, "role": "judge", "step": step, "problem": problem}
                     for step, problem in ((1, "a"), (2, "b"), (2, "b"), (2, "b"), (2, "c"))]

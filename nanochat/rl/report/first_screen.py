@@ -30,14 +30,15 @@ def progress(runs: list[Run]) -> list[dict]:
 
 def ends_of(arm: str, runs: list[Run], name: str) -> dict | None:
     """A score of an arm's runs at their first evaluation and at the last one so far, as texts: means over seeds, and of
-    the change the 95% interval, paired by seed; one seed has none. None where no run has the score."""
+    the change the 95% interval, paired by seed; one seed has none. last: None while there is one evaluation. None where
+    no run has the score."""
     curves = [[point[name] for point in run.points if point.get(name) is not None] for run in runs]
-    ends = [(values[0], values[-1]) for values in curves if values]
+    ends, is_first = [(v[0], v[-1]) for v in curves if v], max(map(len, curves)) < 2
     if not ends:
         return None
     change, half = interval([last - first for first, last in ends])
     return {"arm": arm, "first": value_of(name, float(mean(first for first, _ in ends))),
-            "last": value_of(name, float(mean(last for _, last in ends))), "seeds": len(ends),
+            "last": None if is_first else value_of(name, float(mean(last for _, last in ends))), "seeds": len(ends),
             "change": difference_of(name, change),
             "half": None if half is None else difference_of(name, half, sign="")}
 
