@@ -138,6 +138,13 @@ def save_meta(stage: str, tag: str, step: int, model: GPT | Decoder, meta: dict)
                {"step": step, "model_config": model.config.asdict(), **meta})
 
 
+def history_of(stage: str, tag: str, meta: dict) -> list[dict]:
+    """How a checkpoint came about, for the meta of what is trained from it: a record of each stage, the oldest first,
+    the checkpoint's own last."""
+    kept = ("step", "imported_from", "origin", "role", "run", "commit", "user_config")
+    return [*meta.get("history", []), {"stage": stage, "tag": tag, **{key: meta[key] for key in kept if key in meta}}]
+
+
 def check_tokenizer(meta: dict, path: str) -> None:
     """Raises BadInput where a model was made with another tokenizer, whose mark stands in its meta, than the base
     directory has: it would read and write nonsense. Older metas, and a directory that has none, do not tell."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nanochat.checkpoint import describe_disk, find_step, fingerprint, load_model, warn_of_dtype
+from nanochat.checkpoint import describe_disk, find_step, fingerprint, history_of, load_model, warn_of_dtype
 from nanochat.cli import SHARE, at_least, check_name, flag_defaults, new_parser, script_main
 from nanochat.common import BadInput, all_reduce, compute_dtype, init_device, on_all_ranks, print0, rank_and_world
 from nanochat.dataloader import check_same_files, length_batches, mark_of, pack_whole
@@ -134,10 +134,10 @@ def add_training_args(group) -> None:
 
 
 def start_model(args, tokenizer, device):
-    """The model to train: random from the seed and the role, or a checkpoint's. Raises BadInput."""
+    """The model to train: random from the seed and the role, or a checkpoint's; its history. Raises BadInput."""
     if not args.from_stage:
         seed = 2 * args.seed + (args.role == "verifier")
-        return new_model(config_of(args, tokenizer.vocab_size), seed, device, compute_dtype(device))
+        return new_model(config_of(args, tokenizer.vocab_size), seed, device, compute_dtype(device)), []
     model, meta = load_model(args.from_stage, args.from_tag or args.model_tag, device, None,
                              None if args.from_step < 0 else args.from_step, args.shard)
     tokenizer.check_model(f"{args.from_stage} model", model)
@@ -147,7 +147,7 @@ def start_model(args, tokenizer, device):
         if getattr(args, name) not in (parser.get_default(name), shape.get(name)):
             raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: the {args.from_stage} model has "
                        f"{shape.get(name)}, and keeps its shape")
-    return model
+    return model, history_of(args.from_stage, args.from_tag or args.model_tag, meta)
 
 
 @dataclass
@@ -163,6 +163,7 @@ class Training:
     marks: dict                # that tell what it was trained on: conversations, problems, texts, the generator
     held_out: list             # examples that it is not trained on
     generator: torch.nn.Module | None = None  # whose solutions a verifier learns to judge
+    history: list = field(default_factory=list)  # of the checkpoint that it started from
     state: dict = field(default_factory=lambda: {"step": 0, "seconds": 0.0, "too_long": 0, "loss": None, "skipped": 0})
     run: Run | None = None
     stage = "sft"
@@ -178,7 +179,8 @@ class Training:
 
     def save(self) -> None:
         save_training(self, self.marks, {"user_config": vars(self.args), "loss": self.state["loss"], "val_bpb": None,
-                                         "tokenizer": self.tokenizer.mark()}, per_rank=self.args.shard)
+                                         "tokenizer": self.tokenizer.mark(), "history": self.history,
+                                         "commit": self.run.commit}, per_rank=self.args.shard)
 
     def save_after_bad_input(self) -> str:
         self.save()
@@ -362,8 +364,11 @@ def prepare(args) -> Training | None:
     tokenizer = load_tokenizer(path_of("tokenizer"))
     resumed, seen, said = resume_step("sft", tag, args, MAY_CHANGE, flag_defaults(make_parser()))
     device = init_device(args.device_type)
-    model = (start_model(args, tokenizer, device) if resumed is None
-             else load_model("sft", tag, device, None, resumed, args.shard)[0])
+    if resumed is None:
+        model, history = start_model(args, tokenizer, device)
+    else:
+        model, meta = load_model("sft", tag, device, None, resumed, args.shard)
+        history = meta.get("history", [])
     if resumed is None and args.resume_from_step == "auto":
         print0(f"{path_of('sft', tag)} has no checkpoint: it starts from step 0")
     if args.shard and not isinstance(model, Decoder):
@@ -384,7 +389,8 @@ def prepare(args) -> Training | None:
         return None
     context = model.config.sequence_len
     t = Training(args, tag, tokenizer, task, model, muon_adamw(model, args.matrix_lr, args.embedding_lr),
-                 Examples(args, task, tokenizer, context), marks, held_out(args, task, tokenizer, context), generator)
+                 Examples(args, task, tokenizer, context), marks, held_out(args, task, tokenizer, context), generator,
+                 history)
     if resumed is not None:
         go_on(t, resumed, judged)
     lengths = t.examples.check()  # before anything is sampled or written, and with what was sampled below

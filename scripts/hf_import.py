@@ -17,9 +17,10 @@ import torch
 from nanochat.checkpoint import check_loaded, list_steps, save_model
 from nanochat.cli import at_least, check_name, new_parser, script_main
 from nanochat.common import BadInput, print0
+from nanochat.hf.card import licence_text
 from nanochat.hf.decoder import Decoder
-from nanochat.hf.files import find_folder, read_model
-from nanochat.hf.gguf import read_gguf
+from nanochat.hf.files import find_folder, origin_of_folder, read_model
+from nanochat.hf.gguf import origin_of_file, read_gguf
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.storage.files import check_writable, path_of
 
@@ -53,13 +54,15 @@ def keep_tokenizer(tokenizer: HFTokenizer, source: str) -> HFTokenizer:
     return kept
 
 
-def read_source(source: str) -> tuple[HFTokenizer, Decoder]:
-    """The tokenizer and the model of a GGUF file, a folder or a name on the hub. Raises BadInput."""
+def read_source(source: str) -> tuple[HFTokenizer, Decoder, dict]:
+    """The tokenizer and the model of a GGUF file, a folder or a name on the hub, and what is known of the model's
+    origin (files.origin_of_folder). Raises BadInput."""
     path = os.path.expanduser(source)
     if not os.path.isdir(path) and (path.endswith(".gguf") or os.path.isfile(path)):
-        return read_gguf(path)
-    folder = find_folder(source)
-    return HFTokenizer.load(folder), read_model(folder, torch.device("cpu"), torch.float32)
+        return *read_gguf(path), origin_of_file(path)
+    folder, name = find_folder(source), None if os.path.isdir(path) else source
+    model = read_model(folder, torch.device("cpu"), torch.float32)
+    return HFTokenizer.load(folder), model, origin_of_folder(folder, name)
 
 
 def keep_layers(model: Decoder, num: int) -> None:
@@ -75,17 +78,19 @@ def main(args) -> None:
     if list_steps("sft", args.model_tag):
         raise BadInput(f"--model-tag {args.model_tag}: {path_of('sft', args.model_tag)} has a checkpoint already")
     check_writable(path_of("sft", args.model_tag))
-    tokenizer, model = read_source(args.source)
+    tokenizer, model, origin = read_source(args.source)
     tokenizer.check_model("model", model)
     check_loaded(model, args.source)
     if args.num_layers:
         keep_layers(model, args.num_layers)
     kept = keep_tokenizer(tokenizer, args.source)
-    save_model("sft", args.model_tag, 0, model, {"imported_from": args.source, "tokenizer": kept.mark()})
+    save_model("sft", args.model_tag, 0, model,
+               {"imported_from": args.source, "origin": origin, "tokenizer": kept.mark()})
     number = sum(p.numel() for p in model.parameters())
     print0(f"{args.source}: {model.config.architecture}, {number / 1e9:.3f}B parameters in "
            f"{next(model.parameters()).dtype}, context {model.config.sequence_len}"
            + ("" if tokenizer.has_template else "; its tokenizer has no chat template: prompts are plain text"))
+    print0(f"its licence: {licence_text(origin)}")
     print0(f"checkpoint: {path_of('sft', args.model_tag)}")
 
 

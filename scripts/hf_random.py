@@ -16,7 +16,7 @@ from nanochat.cli import at_least, new_parser, script_main
 from nanochat.common import BadInput, print0
 from nanochat.gpt import MOST_LAYERS
 from nanochat.hf.decoder import Decoder
-from nanochat.hf.files import DTYPES, new_folder, write_model
+from nanochat.hf.files import DTYPES, new_path, write_model
 from nanochat.hf.gguf import WORDS
 from nanochat.hf.shapes import SHAPES, shape_of
 from nanochat.hf.tokenizer import HFTokenizer
@@ -49,6 +49,7 @@ def make_parser():
 def make_tokenizer(files: list[str], vocab_size: int) -> HFTokenizer:
     """A byte-level BPE in Qwen2's form with ChatML turns, of at most 4096 tokens, its merges learnt from the files."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.normalizer = tokenizers.normalizers.NFC()
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
         tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS.replace("DIGITS", r"\p{N}")), "isolated"),
         tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -80,7 +81,7 @@ def main(args) -> None:
     missing = [path for path in args.texts if not os.path.isfile(path)]
     if missing:
         raise BadInput(f"--texts {missing[0]}: no such file")
-    folder = new_folder("--to", args.to)
+    folder = new_path("--to", args.to)
     tokenizer = make_tokenizer(args.texts, config.vocab_size)
     model = allocate(Decoder, config, torch.float32, "cpu", DTYPES[args.dtype])
     model.init_weights(torch.Generator().manual_seed(args.seed), args.std)

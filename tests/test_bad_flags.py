@@ -67,7 +67,7 @@ CALLS = {
     chat_eval: ([*CPU, "-g", "tiny", "-i", "sft", "-x", "1"], ["Sampler", "letter_accuracy"]),
     chat_sft: ([*TASK_FLAGS, *NEW, "--role", "generator"], ["begin_run"]),
     demo: (["r", *CPU], ["solve"]),
-    hf_export: (["--model-tag", "imported", "--stage", "sft", "--to", "to"], ["load_model"]),
+    hf_export: (["--model-tag", "imported", "--stage", "sft", "--to", "to"], ["claim_repo", "load_model"]),
     hf_import: (["--source", "model", "--model-tag", "new"], ["keep_tokenizer"]),
     hf_random: (["--to", "to", "--n-layer", "1", "--n-embd", "32", "--vocab-size", "300"], ["allocate"]),
     label_steps: ([*CPU, "--generator-tag", "tiny", "--num-problems", "1", "--out", "to.jsonl"], ["sampled"]),

@@ -191,7 +191,7 @@ def test_the_losses_are_the_mean_over_trained_tokens_of_what_is_trained_on_and_o
     out = capsys.readouterr().out
     args = parse(chat_sft, ["--role", "generator", *MODEL, "--model-tag", "a", "--seed", "5"])
     tokenizer = Tokenizer.load(path_of("tokenizer"))
-    model = chat_sft.start_model(args, tokenizer, torch.device("cpu"))
+    model, _ = chat_sft.start_model(args, tokenizer, torch.device("cpu"))
     examples, task = chat_sft.Examples(args, make_task(args), tokenizer, 128), make_task(args)
     losses, record = nll_of(model, [examples(i) for i in range(8)]), metrics_of(base, "a")[0]
     assert record["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)

@@ -1,6 +1,7 @@
 """GGUF files against transformers, which reads the same ones: weights, logits, greedy text and token ids of every type
 of tensor; then files that must be refused."""
 import copy
+import dataclasses
 import functools
 import itertools
 import json
@@ -19,13 +20,17 @@ gguf = pytest.importorskip("gguf")
 from nanochat.checkpoint import load_model  # noqa: E402
 from nanochat.engine import generate  # noqa: E402
 from nanochat.hf.decoder import ROPE, DecoderConfig  # noqa: E402
-from nanochat.hf.gguf import STORED, open_file, read_gguf, read_tokenizer, shape_of_file, stored_name  # noqa: E402
-from nanochat.hf.shapes import LLAMA31  # noqa: E402
+from nanochat.common import BadInput  # noqa: E402
+from nanochat.hf.files import config_of  # noqa: E402
+from nanochat.hf.gguf import (STORED, GGUFFile, StoredTensor, open_file, origin_of_file, read_gguf,  # noqa: E402
+                              read_tokenizer, shape_of_file, stored_name)
+from nanochat.hf.gguf_out import describe, write_gguf  # noqa: E402
+from nanochat.hf.shapes import LLAMA31, SHAPES, shape_of  # noqa: E402
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer  # noqa: E402
 from scripts import hf_export, hf_import  # noqa: E402
 from test_bad_input import refused  # noqa: E402
 from test_hf import CPU, FAMILIES, reference_model  # noqa: E402
-from test_hf_tokenizer import LLAMA3, QWEN25, TEXT, llama3, qwen, trained  # noqa: E402
+from test_hf_tokenizer import KINDS as FOLDERS, LLAMA3, QWEN25, TEXT, llama3, qwen, trained  # noqa: E402
 from test_qwen import run  # noqa: E402
 
 Type, Value = gguf.GGMLQuantizationType, gguf.GGUFValueType
@@ -300,6 +305,142 @@ def test_words_of_llama_3_are_looked_up_first_and_a_text_begins_with_bos_unless_
     assert [ours.tokens[token] for token in ours.encode("zqzq")] == ["zqzq"]
 
 
+# Writing: what is written, both readers give back
+
+def tokenizer_like(name: str) -> HFTokenizer:
+    """The tokenizer of a folder, as those of models of GGUF's kinds are."""
+    make, config, generation = FOLDERS.get(name) or (smollm, {"chat_template": QWEN25, "eos_token": "<|im_end|>",
+                                                              "bos_token": "<|im_start|>"}, None)
+    settings, to_id = json.loads(make().to_str()), make().token_to_id
+    settings["model"]["ignore_merges"] = "1,3" in json.dumps(settings)  # Llama 3's
+    settings["normalizer"] = {"type": "NFC"} if name == "glm" else settings["normalizer"]
+    files = {"tokenizer.json": settings, "tokenizer_config.json": config}
+    if generation:
+        files["generation_config.json"] = {key: [*map(to_id, ids)] if isinstance(ids, list) else to_id(ids)
+                                           for key, ids in generation.items()}
+    return HFTokenizer({key: json.dumps(value).encode() for key, value in files.items()}, name)
+
+
+WRITTEN = ["smollm", "qwen25", "qwen3", "llama3", "base", "alpaca", "glm", "deepseek"]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_tokenizer_is_the_same_when_written_and_read(name, tmp_path):
+    tokenizer, model = tokenizer_like(name), small_model("llama", vocab_size=700)
+    write_gguf(str(tmp_path / "m.gguf"), config := ours_of(model.config), model.state_dict(), "float16",
+               describe(config, tokenizer, "float16", "m", {}))
+    again = tokenizer_of(tmp_path / "m.gguf")
+    assert (again.has_template, again.template.source) == (tokenizer.has_template, tokenizer.template.source)
+    assert (again.bos, again.eos, set(again.stop_tokens)) == (tokenizer.bos, tokenizer.eos, set(tokenizer.stop_tokens))
+    controls = [token["content"] for token in tokenizer.settings["added_tokens"]]
+    for text in [*TEXTS, *controls, "".join(controls), "a <|im_end|>\n<|im_start|>user\n[/INST] <|eot_id|>"]:
+        assert again.encode(text) == tokenizer.encode(text), text
+        assert again.render_prompt(f"x{text}") == tokenizer.render_prompt(f"x{text}"), text
+
+
+def stored(config: DecoderConfig) -> DecoderConfig:
+    """A shape as a file has it, with numbers of float32."""
+    return dataclasses.replace(config, norm_eps=float(np.float32(config.norm_eps)))
+
+
+def ours_of(config) -> DecoderConfig:
+    """The shape of a model of transformers."""
+    return config_of(json.loads(config.to_json_string()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family, name", [*zip(FAMILIES, ("llama3", "qwen25", "qwen3"), strict=True),
+                                          ("llama", "smollm")])
+def test_a_written_file_has_the_weights_bit_by_bit_and_the_logits_in_transformers(family, name, tmp_path):
+    model, tokenizer = small_model(family, tie_word_embeddings=name == "smollm"), tokenizer_like(name)
+    config, state, path = ours_of(model.config), model.state_dict(), str(tmp_path / "m.gguf")
+    write_gguf(path, config, state, "float32", describe(config, tokenizer, "float32", "m", {}))
+    _, again = read_gguf(path)
+    assert again.config == stored(config)
+    assert all(torch.equal(again.state_dict()[key], x) for key, x in state.items())
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()
+    ids = torch.randint(600, (2, 40), generator=torch.Generator().manual_seed(1))
+    assert (again(ids) - theirs(ids).logits).abs().max() < 1e-3 and again(ids).std() > 0.1
+    for kind, type_of in (("bfloat16", Type.BF16), ("float16", Type.F16), ("q8_0", Type.Q8_0)):
+        write_gguf(path, config, state, kind, describe(config, tokenizer, kind, "m", {}))
+        file = open_file(path)
+        assert {t.kind for t in file.tensors.values() if len(t.shape) == 2} == {type_of}
+        found = read_gguf(path)[1].state_dict()
+        for key, x in state.items():
+            rounded = gguf.dequantize(gguf.quantize(x.numpy(), type_of), type_of) if x.dim() == 2 else x.numpy()
+            if family != "llama" or not re.search("[qk]_proj", key):  # whose rows are in another order
+                assert np.array_equal(found[key].float().numpy(), rounded), key
+            assert (found[key].float() - x).abs().max() < 0.02 * x.abs().max()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_shape_of_a_known_model_is_written_and_read(shape):
+    """Llama 3's scaling is a tensor, which a test above reads."""
+    config = shape_of(shape)
+    plain = dataclasses.replace(config, rope_scaling=None, vocab_size=700)
+    name = {"llama": "llama3", "qwen2": "qwen25", "qwen3": "qwen3"}[config.architecture]
+    metadata = described(dataclasses.replace(config, vocab_size=700), name)
+    metadata["general.architecture"] = config.architecture
+    tensors = {} if config.tied else {"output.weight": None}
+    if config.qkv_bias:
+        tensors["blk.0.attn_q.bias"] = None
+    read = shape_of_file(GGUFFile(metadata, {key: StoredTensor(0, (1,), 0, 0) for key in tensors}, None))
+    assert read == plain
+
+
+@functools.cache
+def known_tokenizer(name: str) -> HFTokenizer:
+    return tokenizer_like(name)
+
+
+def described(config: DecoderConfig, name: str, dtype: str = "float32", **origin) -> dict:
+    return describe(config, known_tokenizer(name), dtype, "m", origin)
+
+
+def scaled(**scaling) -> DecoderConfig:
+    return dataclasses.replace(ours_of(small_model("llama").config), vocab_size=700, rope_scaling=scaling or None)
+
+
+@pytest.mark.parametrize("scaling", [
+    {"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, {**LLAMA31, "factor": 8.0},
+    {**LLAMA31, "factor": 32.0}])
+def test_rotary_scaling_is_written(scaling, tmp_path):
+    config = dataclasses.replace(scaled(**scaling), vocab_size=640)
+    path, state = str(tmp_path / "m.gguf"), small_model("llama").state_dict()
+    write_gguf(path, config, state, "float32", described(config, "llama3"))
+    again = read_gguf(path)[1].config
+    assert again.rope_scaling == scaling and torch.equal(frequencies(again), frequencies(config))
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: described(scaled(**LLAMA31 | {"factor": 8.0, "low_freq_factor": 2.0}), "llama3"), "not that of Llama 3.1"),
+    (lambda: described(scaled(rope_type="yarn", factor=4.0, attention_factor=1.3), "llama3"),
+     "no words for attention_factor of its rotary scaling"),
+    (lambda: described(scaled(), "llama2"), "cuts a text in another way than GGUF's smollm, qwen2, llama-bpe"),
+    (lambda: describe(scaled(), changed_tokenizer(normalizer=None), "float32", "m", {}), "it has other normal forms"),
+    (lambda: describe(scaled(), changed_tokenizer(stops=range(4)), "float32", "m", {}),
+     "has 5 tokens that end an answer, and GGUF names 3"),
+    (lambda: described(dataclasses.replace(scaled(), vocab_size=9), "llama3"), "has a vocabulary of 9"),
+    (lambda: described(dataclasses.replace(scaled(), intermediate_size=80), "llama3", "q8_0"),
+     "--dtype q8_0: needs rows of a multiple of 32 numbers, and m has some of 80"),
+])
+def test_what_gguf_cannot_hold_is_one_line(call, words):
+    with pytest.raises(BadInput, match=re.escape(words)):
+        call()
+
+
+def changed_tokenizer(normalizer=..., stops=()) -> HFTokenizer:
+    """Qwen's with another normalizer, or so many stop tokens more."""
+    files = dict(known_tokenizer("qwen25").files)
+    settings = json.loads(files["tokenizer.json"])
+    if normalizer is not ...:
+        settings["normalizer"] = normalizer
+    if stops:
+        files["generation_config.json"] = json.dumps({"eos_token_id": [*stops]}).encode()
+    return HFTokenizer(files | {"tokenizer.json": json.dumps(settings).encode()}, "changed")
+
+
 @pytest.fixture
 def base(tmp_path, monkeypatch):
     """A folder with a base directory in it, which is not there yet."""
@@ -425,6 +566,27 @@ def test_bad_files_are_one_line(make, line, base, capsys):
     said = refused(capsys, base, hf_import, "--source", str(path), "--model-tag", "g")
     assert said.startswith(f"error: {path}") and "\n" not in said and len(said) < 400
     assert re.search(line, said), said
+
+
+def test_an_export_to_a_file_knows_what_the_import_knew_and_comes_back(base, capsys, monkeypatch):
+    """A licence and a name on the hub go from a file through a checkpoint into a file."""
+    model = small_model("qwen2")
+    said = {"general.name": "Small \n# One", "general.license": "other", "general.license.name": "own: [x",
+            "general.base_model.count": 1, "general.base_model.0.repo_url": "https://huggingface.co/Qwen/Qwen2.5-0.5B"}
+    config, tokenizer, source = ours_of(model.config), tokenizer_like("qwen25"), str(base / "m.gguf")
+    write_gguf(source, config, model.state_dict(), "float32", describe(config, tokenizer, "float32", "m", {}) | said)
+    run(hf_import, "--source", source, "--model-tag", "g")
+    assert "its licence: `other`, `own: [x`" in capsys.readouterr().out
+    target = base / "new" / "out.gguf"
+    run(hf_export, "--stage", "sft", "--model-tag", "g", "--to", target, "--dtype", "float32")
+    assert "began as: `Small # One`" in capsys.readouterr().out
+    assert origin_of_file(str(target)) == {**origin_of_file(source), "name": "g"}
+    assert origin_of_file(source)["base_models"] == ["Qwen/Qwen2.5-0.5B"]
+    again = read_gguf(str(target))[1].state_dict()
+    assert all(torch.equal(again[key], x) for key, x in model.state_dict().items())
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    line = refused(capsys, base, hf_export, "--stage", "sft", "--model-tag", "g", "--to", str(base / "x.gguf"))
+    assert line.startswith("error: a GGUF file is read and written") and line.endswith("; run `pip install gguf`")
 
 
 def test_a_file_that_is_not_there_or_a_package_is_one_line(base, capsys, monkeypatch):

@@ -20,7 +20,7 @@ from nanochat.common import BadInput, CannotWrite
 from nanochat.engine import generate
 from nanochat.hf import files
 from nanochat.hf.decoder import Decoder
-from nanochat.hf.files import find_folder, new_folder, read_config, read_model, write_model
+from nanochat.hf.files import find_folder, new_path, read_config, read_model, write_model
 from nanochat.optim import adamw
 from nanochat.rl.records.prompts import Prompt
 from nanochat.rl.records.rollouts import Rollouts
@@ -181,7 +181,7 @@ def test_what_a_killed_export_left_is_told_and_a_folder_that_is_there_not_writte
     assert {"out", f".out-x{PARTIAL}"} < set(os.listdir(tmp_path))
     for target in (f"{tmp_path}/in", f"{tmp_path}/in/", f"{tmp_path}/in/config.json"):
         with pytest.raises(BadInput, match=f"--to {re.escape(target)}: exists already"):
-            new_folder("--to", target)
+            new_path("--to", target)
     with pytest.raises(CannotWrite):
         write_model(f"{tmp_path}/in", ours.config, huge, torch.float32, Letters())
     assert all(torch.equal(x, before[name]) for name, x in tensors_of(tmp_path / "in").items())

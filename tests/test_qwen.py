@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from test_bad_input import refused
 from test_tango_rl import assert_same_weights, records, weights
 
-from nanochat.checkpoint import list_steps, load_model, save_model
+from nanochat.checkpoint import list_steps, load_meta, load_model, save_model
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
@@ -180,7 +180,8 @@ def test_an_export_of_an_earlier_step_is_in_bf16_unless_told_otherwise(trained, 
     said, _, card = capsys.readouterr().out.partition("\n\n")
     assert said == f"{path_of('rl', 'r-gen')} at step 2, float32 -> {tmp_path / 'export'}, bfloat16"
     assert card == (tmp_path / "export" / "README.md").read_text() + "\n" and "The system message" not in card
-    assert "to the generator:\n\n    {problem}\n\n    Solve this step" in card and "verifier" not in card
+    assert "to the generator:\n\n    {problem}\n\n    Solve this step" in card and "to the verifier" not in card
+    assert "None were measured at this step" in card
     exported, expected = load_file(tmp_path / "export" / "model.safetensors"), state_of("rl", "r-gen", 2)
     assert all(x.dtype == torch.bfloat16 and torch.equal(x, expected[name].bfloat16()) for name, x in exported.items())
     assert len(exported) == len(expected) - 1  # the head is the embedding
@@ -188,6 +189,19 @@ def test_an_export_of_an_earlier_step_is_in_bf16_unless_told_otherwise(trained, 
     assert "trained on no task" in (tmp_path / "untrained" / "README.md").read_text()
     assert ((tmp_path / "untrained" / "model.safetensors").read_bytes()
             == (trained / "gen" / "model.safetensors").read_bytes())
+
+
+def test_the_card_of_a_run_tells_what_was_trained_on_what_and_its_scores(trained, trained_copy):
+    meta, _ = load_meta(path := path_of("rl", "r-ver", f"meta_{LAST:06d}.json"))
+    assert [(record["stage"], record["tag"]) for record in meta["history"]] == [("sft", "q-ver")]
+    card, origin = hf_export.model_card("rl", "r-ver", meta, path)
+    assert origin == {"name": None, "base_models": []} and meta["history"][0]["imported_from"] == str(trained / "ver")
+    for words in ("- began as: `ver`", "**RL** of `r-ver`, step 4: reinforcement learning, recipe `tango` (RL Tango",
+                  "https://arxiv.org/abs/2505.15034", "- role: `verifier`", "- task: `gsm8k`", "- seed: `0`",
+                  f"- commit: `{meta['commit']}`", "\n    --max-new-tokens 12\n", "on at most 2 held-out problems",
+                  "\n| `verifier parse failures` | ", "to the verifier:\n\n    Problem: {problem}"):
+        assert words in card, words
+    assert "to the generator" not in card and "--seed" not in card
 
 
 def test_all_scripts_take_an_imported_model(tmp_path, monkeypatch, capsys):
@@ -210,6 +224,9 @@ def test_all_scripts_take_an_imported_model(tmp_path, monkeypatch, capsys):
     run(chat_sft, *sft, "--role", "verifier", "--num-steps", 1)
 
     run(tango_rl, *TANGO, "--run", "g", "--recipe", "grpo", "--num-steps", 2, "--lr", "1e-3")
+    history = load_meta(path_of("rl", "g-gen", "meta_000002.json"))[0]["history"]
+    assert [(record["tag"], record["step"]) for record in history] == [("start", 0), ("c", 3)]
+    assert history[0]["imported_from"] == str(tmp_path / "random") and history[1]["user_config"]["role"] == "generator"
     log = records(base, "g")
     assert [record["role"] for record in log] == ["generator"] * 2 and all(record["gen/skipped"] == 0 for record in log)
     capsys.readouterr()

@@ -19,7 +19,8 @@ from nanochat.weights import allocate
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 IGNORED = re.compile(r".*rotary_emb\.inv_freq")  # old Llama files keep it; it follows from the config
-WANTED = ["*.safetensors", "*.json", "*.jinja"]
+WANTED = ["*.safetensors", "*.json", "*.jinja", "README.md"]
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)  # of a model on the hub
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors call them
 SHARD_SIZE = "5GB"
@@ -30,7 +31,7 @@ def find_folder(source: str) -> str:
     folder = os.path.expanduser(source)
     if os.path.isdir(folder):
         return folder
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
+    if not HUB_NAME.fullmatch(source):
         raise BadInput(f"--source {source}: no such folder, and not the name of a model on the hub (owner/name)")
     import huggingface_hub
     look_for_hub()
@@ -39,6 +40,28 @@ def find_folder(source: str) -> str:
     except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.LocalEntryNotFoundError, OSError,
             ValueError) as error:
         raise BadInput(f"--source {source}: no such folder, and the hub gives nothing: {one_line(error)}") from None
+
+
+def licence_of(given: dict) -> dict[str, str]:
+    """license, license_name and license_link of these, as the hub calls them: those that are there and are text."""
+    return {key: given[key] for key in ("license", "license_name", "license_link") if isinstance(given.get(key), str)}
+
+
+def origin_of_folder(folder: str, name: str | None) -> dict:
+    """What is known of a folder's model. name: on the hub, None where it is not from there. -> {"name", "base_models":
+    names on the hub of what it was made from, or its own, and of licence_of}, the last two from the head of README.md.
+    One that cannot be read is told, and says nothing."""
+    import huggingface_hub
+    path, said = os.path.join(folder, "README.md"), None
+    if os.path.exists(path):
+        try:
+            said = huggingface_hub.metadata_load(path)
+        except Exception as error:  # of many types, YAML's among them
+            print0(f"WARNING: {path}: its head cannot be read, so the model's licence is not known: {one_line(error)}")
+    said = said or {}
+    bases = said.get("base_model") if isinstance(said.get("base_model"), list) else [said.get("base_model")]
+    bases = [base for base in bases if isinstance(base, str) and HUB_NAME.fullmatch(base)]
+    return {"name": name, "base_models": [name] if name else bases, **licence_of(said)}
 
 
 def value_of(given: dict, key: str, kind: type, default=None):
@@ -218,13 +241,21 @@ def opened(path: str):
         raise BadInput(f"{path} cannot be read: {one_line(error)}") from None
 
 
-def new_folder(flag: str, given: str) -> str:
-    """The folder that a flag names, ~ expanded. Raises BadInput where it is there already or cannot be made."""
-    folder = os.path.expanduser(given)
-    if not folder or os.path.exists(folder):
-        raise BadInput(f"{flag} {given}: {'exists already' if folder else 'is empty'}")
-    check_writable(folder)
-    return folder
+def new_path(flag: str, given: str) -> str:
+    """The folder or file that a flag names, ~ expanded. Raises BadInput where it is there already or cannot be made."""
+    path = os.path.expanduser(given)
+    if not path or os.path.exists(path):
+        raise BadInput(f"{flag} {given}: {'exists already' if path else 'is empty'}")
+    check_writable(path)
+    return path
+
+
+def check_range(state: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Raises BadInput for a weight that is too large for the dtype."""
+    for weight, x in state.items():
+        if x.isfinite().all() and not x.to(dtype).isfinite().all():
+            raise BadInput(f"--dtype {dtype_name(dtype)}: has no {x.abs().max():g}, which is in "
+                           f"{weight}; bfloat16 and float32 have")
 
 
 def write_model(folder: str, config: DecoderConfig, state: dict[str, torch.Tensor], dtype: torch.dtype,
@@ -232,10 +263,7 @@ def write_model(folder: str, config: DecoderConfig, state: dict[str, torch.Tenso
     """Writes a model folder, whole or not at all: config, weights in shards, tokenizer files. Raises BadInput where the
     dtype has no such large weights, CannotWrite."""
     from safetensors import SafetensorError
-    for weight, x in state.items():
-        if x.isfinite().all() and not x.to(dtype).isfinite().all():
-            raise BadInput(f"--dtype {dtype_name(dtype)}: has no {x.abs().max():g}, which is in "
-                           f"{weight}; bfloat16 and float32 have")
+    check_range(state, dtype)
     try:
         with whole_folder(folder) as partial:
             fill_folder(partial, config, state, dtype, tokenizer)

@@ -18,7 +18,7 @@ import torch
 
 from nanochat.common import BadInput, dtype_name, print0
 from nanochat.hf.decoder import ROPE, Decoder, DecoderConfig
-from nanochat.hf.files import ARCHITECTURES, STORED, check_names, config_of, value_of
+from nanochat.hf.files import ARCHITECTURES, HUB_NAME, STORED, check_names, config_of, licence_of, value_of
 from nanochat.hf.shapes import LLAMA31
 from nanochat.hf.tokenizer import HFTokenizer
 from nanochat.storage.files import reading
@@ -88,7 +88,7 @@ def gguf_package():
     try:
         import gguf
     except ImportError as error:
-        raise BadInput(f"a GGUF file is read with a package: {error}; run `pip install gguf`") from None
+        raise BadInput(f"a GGUF file is read and written with a package: {error}; run `pip install gguf`") from None
     return gguf
 
 
@@ -256,6 +256,12 @@ def dtype_of(file: GGUFFile, names: list[str]) -> torch.dtype:
     return dtype if all(torch.equal(x.to(dtype).to(x.dtype), x) for x in others) else torch.float32
 
 
+def turned(config: DecoderConfig, name: str) -> int:
+    """Of a parameter whose rows the Llama files of llama.cpp have in another order: the number of its heads; else 0."""
+    module = name.split(".")[-2] if config.architecture == "llama" else ""
+    return {"q_proj": config.n_head, "k_proj": config.n_kv_head}.get(module, 0)
+
+
 def heads_together(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Rows of a projection of queries or keys in Hugging Face's order: the rotary halves of a head one after the other,
     where the Llama files of llama.cpp take turns. x (H D, ...), of the same shape as what comes back."""
@@ -270,10 +276,9 @@ def read_decoder(file: GGUFFile, config: DecoderConfig, names: list[str]) -> Dec
     print0(f"tensors of type {', '.join(f'{kind} ({n})' for kind, n in kinds.most_common())}, "
            f"read as {dtype_name(dtype)}")
     model = allocate(Decoder, config, torch.float32, torch.device("cpu"), dtype)
-    turned = {"q_proj": config.n_head, "k_proj": config.n_kv_head} if config.architecture == "llama" else {}
     for name, p in model.named_parameters():
-        x, module = numbers_of(file, stored_name(name)), name.split(".")[-2]
-        p.copy_(heads_together(x, turned[module]) if module in turned else x)
+        x, num_heads = numbers_of(file, stored_name(name)), turned(config, name)
+        p.copy_(heads_together(x, num_heads) if num_heads else x)
     return model
 
 
@@ -296,7 +301,7 @@ def byte_level(use_regex: bool) -> dict:
 CUTS = {"smollm": [{"type": "Digits", "individual_digits": True}, byte_level(True)],
         "qwen2": [words(r"\p{N}"), byte_level(False)],
         "llama-bpe": [words(r"\p{N}{1,3}"), byte_level(False)]}
-UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # types of tokens; 1 is an ordinary one
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # types of tokens
 
 
 def cut_of(file: GGUFFile) -> str:
@@ -348,13 +353,13 @@ def read_tokenizer(path: str, file: GGUFFile) -> HFTokenizer:
     """The tokenizer of a file, with its chat template. Raises BadInput and others."""
     content, tokens = tokenizer_json(file), file.metadata["tokenizer.ggml.tokens"]
     ids = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-           for name in ("bos", "eos", "unknown", "padding", "eot")}
+           for name in ("bos", "eos", "unknown", "padding", "eot", "eom")}
     named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": adds_bos(file),
               **{name: tokens[ids[key]] for name, key in named.items() if ids[key] is not None}}
     if "tokenizer.chat_template" in file.metadata:
         config["chat_template"] = file.metadata["tokenizer.chat_template"]
-    stop = list(dict.fromkeys(i for i in (ids["eos"], ids["eot"]) if i is not None))
+    stop = list(dict.fromkeys(i for i in (ids["eos"], ids["eot"], ids["eom"]) if i is not None))
     generation = {"bos_token_id": ids["bos"], "eos_token_id": stop}
     written = {"tokenizer.json": content, "tokenizer_config.json": config, "generation_config.json": generation}
     return HFTokenizer({name: json.dumps(values, ensure_ascii=False).encode() for name, values in written.items()},
@@ -369,3 +374,20 @@ def read_gguf(path: str) -> tuple[HFTokenizer, Decoder]:
         names = find_tensors(path, file, config)
         tokenizer = read_tokenizer(path, file)
     return tokenizer, read_decoder(file, config, names)
+
+
+# What a file says of its model
+
+HUB, MOST_BASES = "https://huggingface.co/", 8  # models that one is merged from
+
+
+def origin_of_file(path: str) -> dict:
+    """What is known of a file's model, as files.origin_of_folder has it. Raises BadInput."""
+    with reading(path):
+        metadata = open_file(path).metadata
+    text_of = lambda key: metadata[key] if isinstance(metadata.get(key), str) else None
+    urls = [text_of(f"general.base_model.{i}.repo_url") or "" for i in range(MOST_BASES)]
+    names = [url.removeprefix(HUB).rstrip("/") for url in urls if url.startswith(HUB)]
+    return {"name": text_of("general.name"), "base_models": [name for name in names if HUB_NAME.fullmatch(name)],
+            **licence_of({key.replace(".", "_"): text_of(f"general.{key}")
+                          for key in ("license", "license.name", "license.link")})}

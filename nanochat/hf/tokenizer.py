@@ -167,10 +167,11 @@ class HFTokenizer:
             with reading(path(where)):
                 template = files[where].decode()
         self.has_template = template is not None
+        self.adds_bos = self.bos is not None and bool(config.get("add_bos_token", self.bos in original.encode("").ids))
         if not self.has_template:
-            adds_bos = self.bos is not None and config.get("add_bos_token", self.bos in original.encode("").ids)
             template = NO_TEMPLATE
-            variables = {"bos_token": self.tokens[self.bos] if adds_bos else "", "eos_token": self.tokens[self.eos]}
+            variables = {"bos_token": self.tokens[self.bos] if self.adds_bos else "",
+                         "eos_token": self.tokens[self.eos]}
         self.template = ChatTemplate(template, path(where), variables)
         with reading(path("tokenizer.json")):
             self._set_controls({self.tokens[self.eos], named.get("bos_token")}, special)

@@ -134,18 +134,22 @@ INTRODUCTION = """
 """
 
 
+def cited(recipe: ModuleType) -> str:
+    """A recipe's system and its paper, as its docstring begins, in Markdown."""
+    first_line = recipe.__doc__.splitlines()[0]
+    system, paper = first_line.partition(":")[0], re.search(r"arXiv (\d{4}\.\d{5})", first_line)[1]
+    return f"{system}, [{paper}](https://arxiv.org/abs/{paper})"
+
+
 def describe() -> list[str]:
     """All recipes as markdown, a table per family and a line per recipe: dev/recipes.md."""
     families: dict[str, list[str]] = {}
     for name, module in modules().items():
         recipe = load(name)
-        first_line = recipe.__doc__.splitlines()[0]
-        system, paper = first_line.partition(":")[0], re.search(r"arXiv (\d{4}\.\d{5})", first_line)[1]
         status, _, result = recipe.STATUS.partition(": ")
         file, trained = f"../{module.replace('.', '/')}.py", ", ".join(trained_roles(recipe.ROLES))
         families.setdefault(module.rpartition(".")[0], []).append(
-            f"| [{name}]({file}) | {system}, [{paper}](https://arxiv.org/abs/{paper}) | {trained} | {status} | "
-            f"{result} |")
+            f"| [{name}]({file}) | {cited(recipe)} | {trained} | {status} | {result} |")
     lines = ["# Recipes", "", *INTRODUCTION.strip().splitlines()]
     for family, rows in families.items():
         lines += ["", f"**{family.rpartition('.')[2]}**: {importlib.import_module(family).__doc__}", "",

@@ -40,6 +40,7 @@ class Run:
     folder: str  # which it locks
     logs: str = ""  # the folder of its logs, by default the same
     tokenizer: int | None = None  # mark of the one that it began with, for the metas of its models
+    commit: str | None = None  # of the code that it runs, for the same
     lock: object = None  # rank 0's open lock file
     wandb: object = None
     trackio: object = None
@@ -326,7 +327,7 @@ def start_run(args, device: torch.device, config: dict, seen: dict[str, int], re
     (rank, world), named = rank_and_world(), path_of("runs", args.run)
     about = model and os.path.relpath(model, base_dir())
     run = Run(args.run, device, rank, world, model or named, model if args.run == "dummy" else named,
-              wants_events=args.tensorboard)
+              commit=config.get("commit"), wants_events=args.tensorboard)
     if rank == 0:
         check_logs(args.run, run.logs, about)
         for folder in (run.folder, run.logs):

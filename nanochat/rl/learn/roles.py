@@ -1,12 +1,12 @@
 """
 A role: a policy with its reference, its optimizer and which of its weights it trains.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from nanochat.checkpoint import find_step, fingerprint, load_meta, load_model
+from nanochat.checkpoint import find_step, fingerprint, history_of, load_meta, load_model
 from nanochat.common import BadInput, Diverged, all_reduce
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
@@ -59,6 +59,7 @@ class Role:
     trunk_of: str | None = None             # the role that owns its lowest `num_shared` layers, or all of it
     num_shared: int = 0
     start: "Start | None" = None            # the checkpoint that it started from
+    history: list = field(default_factory=list)  # how that came about (checkpoint.history_of)
 
 
 def trainable_only(model: GPT | Decoder, parameters: list[torch.nn.Parameter]) -> None:
@@ -159,12 +160,13 @@ def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], devic
         start, head, owner = starts[name], head_of(args, spec), roles.get(spec.shares)
         sharded, num_layers = args.shard and spec.trained, 0
         if head.is_one:
-            model = owner.model
+            model, history = owner.model, owner.history
         else:
             # A trunk's owner and who shares it hold the same tensors, so both have the weights of a trained role.
             is_wide = spec.trained or any(other.shares == name and head_of(args, other).shares
                                           for other in specs.values())
-            model, _ = load_model(start.source, start.tag, device, dtype, start.step, sharded, trained=is_wide)
+            model, meta = load_model(start.source, start.tag, device, dtype, start.step, sharded, trained=is_wide)
+            history = history_of(start.source, start.tag, meta)
         parameters = private = list(model.parameters())
         if head.shares and not head.is_one:
             num_layers = num_shared(args, model.config)
@@ -181,7 +183,7 @@ def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], devic
         has_reference = spec.reference or (spec.trained and args.kl_coef > 0)
         reference = owner.reference if head.is_one else copy_of(model, sharded=sharded) if has_reference else None
         refresh(model)
-        roles[name] = Role(name, model, parameters, optimizer, reference, lr, spec.shares, num_layers, start)
+        roles[name] = Role(name, model, parameters, optimizer, reference, lr, spec.shares, num_layers, start, history)
         if num_layers:
             share_copies(owner, roles[name])
     return roles

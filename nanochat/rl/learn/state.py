@@ -81,8 +81,8 @@ def save_set(run, state: RunState, roles: dict, args) -> None:
         for name, role in roles.items():
             weights, is_mine = weights_to_save(role, rank == 0, to_host), rank == 0 or args.shard
             moments = local_optimizer_state(role.optimizer, to_host) if role.optimizer and is_mine else None
-            held.append((name, role.model, weights, moments))
-        meta = {"run": run.name, "user_config": dict(vars(args)), "tokenizer": run.tokenizer}
+            held.append((name, role, weights, moments))
+        meta = {"run": run.name, "user_config": dict(vars(args)), "tokenizer": run.tokenizer, "commit": run.commit}
         copied = state.snapshot()
         # not asdict: it would make two of what stands in the memory twice
         saved = {f.name: getattr(copied, f.name) for f in fields(state)}
@@ -93,10 +93,11 @@ def save_set(run, state: RunState, roles: dict, args) -> None:
             written = []
             if rank == 0:
                 begin_set(run.name, step)
-            for name, model, weights, moments in held:
+            for name, role, weights, moments in held:
                 tag = tag_of(run.name, name)
                 if rank == 0:
-                    written.append((name, save_model("rl", tag, step, model, meta | {"role": name}, weights)))
+                    own = meta | {"role": name, "history": role.history}
+                    written.append((name, save_model("rl", tag, step, role.model, own, weights)))
                 if moments is not None:
                     written.append((name, save_optimizer("rl", tag, step, moments, rank)))
             return [[name_in_set(role, path), checksum(path)] for role, path in written]

@@ -16,16 +16,21 @@ def percent(value: float | None) -> str:
     return "    -" if value is None else f"{100 * value:5.1f}"
 
 
+def score_rows(before: dict, after: dict, shares: dict[str, str] | None, words: dict[str, str]) -> list[tuple]:
+    """Two parts, (title, rows) each, of shares and of other scores; a row is (what it is, before, after), and none has
+    no value at either end. shares: the scores to show, and what they are; by default pass@1, then others by name;
+    words: `words_of` the task."""
+    parts = [("held-out evaluation (percent)", shares or PASS_AT_1)]
+    parts.append(("other scores", {name: name for name in after if name not in PASS_AT_1} if shares is None else {}))
+    return [(title, [(reworded(label, words), before.get(name), after[name]) for name, label in labels.items()
+                     if name in after and (before.get(name), after[name]) != (None, None)]) for title, labels in parts]
+
+
 def print_table(before: dict, after: dict, shares: dict[str, str] | None, words: dict[str, str]) -> None:
-    """Before -> after, without what has no value at either end. shares: the scores to show, and what they are; by
-    default pass@1, then others by name; words: `words_of` the task."""
+    """Before -> after, as `score_rows` has it."""
     plain = lambda value: "    -" if value is None else f"{value:5.3f}"
-    parts = [("held-out evaluation (percent)", shares or PASS_AT_1, percent, 100)]
-    if shares is None:
-        parts.append(("other scores", {name: name for name in after if name not in PASS_AT_1}, plain, 1))
-    for title, labels, show, scale in parts:
-        rows = [(reworded(label, words), before.get(name), after[name]) for name, label in labels.items()
-                if name in after and (before.get(name), after[name]) != (None, None)]
+    for (title, rows), show, scale in zip(score_rows(before, after, shares, words), (percent, plain), (100, 1),
+                                          strict=True):
         if rows:
             print0(f"\n{title:58s} before    after   change")
         for label, old, new in rows:
