@@ -125,11 +125,14 @@ def model_card(stage: str, tag: str, meta: dict, path: str) -> tuple[str, dict]:
     first, trained = history[0], [record for record in history if record.get("user_config")]
     origin, role, recipe = first.get("origin", {}), meta.get("role") or recorded.get("role"), recorded.get("recipe")
     start = origin.get("name") or os.path.basename(first.get("imported_from", "").rstrip("/"))
+    bases = [base for base in origin.get("base_models", []) if base != start]
     tags = ["nanochat-tango", *filter(None, [role, recipe if recipe in recipes.names() else None])]
     asked = ([f"How it is asked is in the task's file, {code(own_words(recorded['task']))}."]
              if is_file(str(recorded.get("task"))) else prompt_lines(role, format_of(recorded, path)))
     lines = [f"# {tag}, step {meta['step']}", "", "Made with nanochat-tango.", "",
-             f"- began as: {code(start) if start else 'not known'}", f"- licence of that: {licence_text(origin)}", "",
+             f"- began as: {code(start) if start else 'not known'}",
+             *([f"- which was made from: {', '.join(map(code, bases))}"] if bases else []),
+             f"- licence of that: {licence_text(origin)}", "",
              "## Training", *[line for record in trained for line in stage_lines(record)],
              *([] if trained else ["", "None: it is as it was imported."]),
              "", "## Scores", "", *score_lines(stage, tag, meta), "", "## Prompts", "", *asked, ""]

@@ -421,6 +421,7 @@ def test_rotary_scaling_is_written(scaling, tmp_path):
     (lambda: describe(scaled(), changed_tokenizer(normalizer=None), "float32", "m", {}), "it has other normal forms"),
     (lambda: describe(scaled(), changed_tokenizer(stops=range(4)), "float32", "m", {}),
      "has 5 tokens that end an answer, and GGUF names 3"),
+    (lambda: describe(scaled(), changed_tokenizer(merges=[]), "float32", "m", {}), "its tokenizer has no merges"),
     (lambda: described(dataclasses.replace(scaled(), vocab_size=9), "llama3"), "has a vocabulary of 9"),
     (lambda: described(dataclasses.replace(scaled(), intermediate_size=80), "llama3", "q8_0"),
      "--dtype q8_0: needs rows of a multiple of 32 numbers, and m has some of 80"),
@@ -430,12 +431,14 @@ def test_what_gguf_cannot_hold_is_one_line(call, words):
         call()
 
 
-def changed_tokenizer(normalizer=..., stops=()) -> HFTokenizer:
-    """Qwen's with another normalizer, or so many stop tokens more."""
+def changed_tokenizer(normalizer=..., merges=None, stops=()) -> HFTokenizer:
+    """Qwen's with another normalizer, other merges, or so many stop tokens more."""
     files = dict(known_tokenizer("qwen25").files)
     settings = json.loads(files["tokenizer.json"])
     if normalizer is not ...:
         settings["normalizer"] = normalizer
+    if merges is not None:
+        settings["model"]["merges"] = merges
     if stops:
         files["generation_config.json"] = json.dumps({"eos_token_id": [*stops]}).encode()
     return HFTokenizer(files | {"tokenizer.json": json.dumps(settings).encode()}, "changed")
@@ -579,7 +582,8 @@ def test_an_export_to_a_file_knows_what_the_import_knew_and_comes_back(base, cap
     assert "its licence: `other`, `own: [x`" in capsys.readouterr().out
     target = base / "new" / "out.gguf"
     run(hf_export, "--stage", "sft", "--model-tag", "g", "--to", target, "--dtype", "float32")
-    assert "began as: `Small # One`" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "began as: `Small # One`\n- which was made from: `Qwen/Qwen2.5-0.5B`\n- licence of that: `other`" in out
     assert origin_of_file(str(target)) == {**origin_of_file(source), "name": "g"}
     assert origin_of_file(source)["base_models"] == ["Qwen/Qwen2.5-0.5B"]
     again = read_gguf(str(target))[1].state_dict()

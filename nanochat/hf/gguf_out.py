@@ -84,6 +84,8 @@ def tokenizer_metadata(tokenizer: HFTokenizer, vocab_size: int) -> dict:
     ids, tokens = range(vocab_size), tokenizer.tokens
     named, _ = special_tokens(json.loads(tokenizer.files.get("tokenizer_config.json", b"{}")))
     stops = list(dict.fromkeys([tokenizer.eos, *tokenizer.stop_tokens]))
+    if not tokenizer.settings["model"]["merges"]:
+        raise ValueError("its tokenizer has no merges, without which no program opens a GGUF file")
     if len(stops) > len(STOPS):
         raise ValueError(f"its tokenizer has {len(stops)} tokens that end an answer, and GGUF names {len(STOPS)}")
     special = dict(zip(STOPS, stops, strict=False)) | {"bos": tokenizer.bos}
