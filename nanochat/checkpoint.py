@@ -22,7 +22,7 @@ from nanochat.gpt import GPT, GPTConfig, check_layers
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.hf.tokenizer import mark_of, read_files
 from nanochat.kernels.tiles import has_bf16, takes
-from nanochat.storage.files import make_folder, path_of, whole_file, write_json, writing
+from nanochat.storage.files import PAIR, STAGE_FOLDERS, found_at, make_folder, path_of, whole_file, write_json, writing
 from nanochat.tokenizer import Tokenizer
 from nanochat.weights import allocate, fill, not_finite, with_shards
 
@@ -85,7 +85,7 @@ def steps_in(folder: str, name: str) -> list[int]:
 
 def list_steps(stage: str, tag: str) -> list[int]:
     """Steps at which the tag has a model and its meta, ascending."""
-    folder = path_of(stage, tag)
+    folder = found_at(stage, tag)
     with_meta = set(steps_in(folder, r"meta_(\d+)\.json"))
     return [step for step in steps_in(folder, r"model_(\d+)\.pt") if step in with_meta]
 
@@ -94,9 +94,16 @@ def default_tag(stage: str) -> str:
     """The largest d<N>; verifiers (-ver) do not count. Raises BadInput when there is none."""
     depths = [int(tag[1:]) for tag in list_tags(stage) if re.fullmatch(r"d\d+", tag)]
     if not depths:
-        raise BadInput(f"no checkpoint d<N> in {path_of(stage)}; there are: {', '.join(list_tags(stage)) or 'none'}; "
+        raise BadInput(f"no checkpoint d<N> in {path_of(stage)}; there are: {tags_there_are(stage)}; "
                        f"name one with --model-tag{base_dir_hint()}")
     return f"d{max(depths)}"
+
+
+def tags_there_are(stage: str) -> str:
+    """In words, the tags of a stage in the base directory, and those that come with the project."""
+    folder = os.path.join(PAIR, STAGE_FOLDERS[stage])
+    shipped = f"; with the project come {', '.join(sorted(os.listdir(folder)))}" if os.path.isdir(folder) else ""
+    return (", ".join(list_tags(stage)) or "none") + shipped
 
 
 def base_dir_hint() -> str:
@@ -108,7 +115,7 @@ def find_step(stage: str, tag: str, step: int | None = None) -> int:
     """The step to load: the given one or the latest. Raises BadInput that lists what exists."""
     steps = list_steps(stage, tag)
     if not steps:
-        raise BadInput(f"no checkpoint {tag} in {path_of(stage)}; there are: {', '.join(list_tags(stage)) or 'none'}"
+        raise BadInput(f"no checkpoint {tag} in {path_of(stage)}; there are: {tags_there_are(stage)}"
                        f"{base_dir_hint()}")
     if step is not None and step not in steps:
         raise BadInput(f"checkpoint {tag} in {path_of(stage)} has no step {step}; "
@@ -134,7 +141,7 @@ def save_meta(stage: str, tag: str, step: int, model: GPT | Decoder, meta: dict)
 def check_tokenizer(meta: dict, path: str) -> None:
     """Raises BadInput where a model was made with another tokenizer, whose mark stands in its meta, than the base
     directory has: it would read and write nonsense. Older metas, and a directory that has none, do not tell."""
-    folder, before, now = path_of("tokenizer"), meta.get("tokenizer"), None
+    folder, before, now = found_at("tokenizer"), meta.get("tokenizer"), None
     with contextlib.suppress(BadInput, OSError):
         is_imported = os.path.exists(os.path.join(folder, "tokenizer.json"))
         now = mark_of(read_files(folder)) if is_imported else Tokenizer.load(folder).mark()
@@ -202,10 +209,10 @@ def load_model(stage: str, tag: str, device, dtype: torch.dtype | None = None, s
     file has, or where it is not trained of the compute dtype, which is what sampling casts them to. sharded: over all
     ranks. Raises BadInput for what is missing, naming it."""
     step = find_step(stage, tag, step)
-    meta_path = path_of(stage, tag, f"meta_{step:06d}.json")
+    meta_path = found_at(stage, tag, f"meta_{step:06d}.json")
     meta, config = load_meta(meta_path)
     check_tokenizer(meta, meta_path)
-    path = path_of(stage, tag, f"model_{step:06d}.pt")
+    path = found_at(stage, tag, f"model_{step:06d}.pt")
     state, kind = weights_in(path, config), GPT if isinstance(config, GPTConfig) else Decoder
     dtype = dtype or dtype_for(torch.device(device), config)
     with torch.device("meta"):

@@ -16,7 +16,7 @@ from nanochat.cli import at_least, check_unchanged, continuing, in_words
 from nanochat.common import BadInput, CannotWrite, Diverged, StopRequested, dtype_name, print0, rank_and_world
 from nanochat.engine import generate, row_key
 from nanochat.own_code import both_files
-from nanochat.storage.files import check_writable, path_of
+from nanochat.storage.files import check_writable, found_at, path_of
 from nanochat.storage.run import add_keep_arg, describe_versions, look_at, start_run, uses_wandb
 from nanochat.weights import check_weights, is_sharded, local_optimizer_state, refresh, whole_state
 
@@ -95,7 +95,7 @@ def resume_step(stage: str, tag: str, args, may_change: set[str],
     may_change; defaults are of flags that it may not know. Raises BadInput for what cannot be continued, or not be
     written."""
     uses_wandb(args.run)
-    wanted, folder = args.resume_from_step, path_of(stage, tag)
+    wanted, folder = args.resume_from_step, found_at(stage, tag)
     check_writable(folder)
     seen = look_at(folder)
     steps, saved = resumable_steps(stage, tag), list_steps(stage, tag)
@@ -112,7 +112,7 @@ def resume_step(stage: str, tag: str, args, may_change: set[str],
     if step not in steps:
         raise BadInput(f"{folder} has no step {step} to continue from; there are: "
                        f"{', '.join(map(str, steps)) or 'none'}")
-    meta, _ = load_meta(path_of(stage, tag, f"meta_{step:06d}.json"))
+    meta, _ = load_meta(found_at(stage, tag, f"meta_{step:06d}.json"))
     before = meta["user_config"]
     changed = [words for words in check_unchanged(folder, before, args, may_change | both_files(before, args), defaults)
                if not words.startswith("--resume-from-step ")]

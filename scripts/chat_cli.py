@@ -10,7 +10,7 @@ other, as chat. `clear` begins anew, `quit` ends. Calculator calls are shown as 
 import codecs
 
 from nanochat.calculator import Calculator
-from nanochat.checkpoint import default_tag, list_tags
+from nanochat.checkpoint import default_tag, list_steps
 from nanochat.cli import add_device_arg, at_least, check_name, new_parser, script_main
 from nanochat.common import BadInput, init_device, one_line, printable
 from nanochat.engine import check_temperature, generate, row_key
@@ -19,7 +19,7 @@ from nanochat.rl.measure.scores import aligned
 from nanochat.rl.records.prompts import (Verification, generator_prompt, parse_verification, read_solution,
                                          verifier_prompt)
 from nanochat.rl.report.terminal import add_colour_flag, paint, wants_colour
-from nanochat.storage.files import path_of
+from nanochat.storage.files import found_at
 from scripts.verifier_eval import load
 from tasks import format_of, recorded_value
 from tasks.formats import FORMATS, PROMPTS, Format, with_prompts
@@ -146,16 +146,16 @@ def main(args) -> None:
     check_name("--verifier", args.verifier or tag)
     if args.prompt is not None and not args.prompt.strip():
         raise BadInput("-p: the message is empty")
-    tokenizer = load_tokenizer(path_of("tokenizer"))
+    tokenizer = load_tokenizer(found_at("tokenizer"))
     device = init_device(args.device_type)
     model, recorded, where, step = load(args.source, tag, args.step, tokenizer, device, "generator")
     fmt, verifier = choose_format(args, recorded, where), None
     if args.verifier:
-        stage = args.source if args.verifier in list_tags(args.source) else "sft"
+        stage = args.source if list_steps(args.source, args.verifier) else "sft"
         verifier, taught, where, _ = load(stage, args.verifier, -1, tokenizer, device, "verifier")
         fmt = with_prompts(fmt, {"verifier_prompt": recorded_value(taught, "verifier_prompt", "", where)})
     colour = wants_colour(args.colour)
-    print(f"{tag} of {path_of(args.source)}, step {step}; "
+    print(f"{found_at(args.source, tag)} at step {step}; "
           + (f"problems in the format {fmt.name}" if fmt else "chat"))
     history, messages, turn = [], [], 0  # of the conversation: tokens, and what was said
     while (said := read_message() if args.prompt is None else args.prompt) is not None:

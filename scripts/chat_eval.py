@@ -25,7 +25,7 @@ from nanochat.rl.measure.scores import majority, outcome_of, pass_at_k, share_of
 from nanochat.rl.play.sampling import Sampler
 from nanochat.rl.records.outcomes import answers_of, counted_outcomes, labels_of, lenient_outcomes, problems_of
 from nanochat.rl.records.prompts import check_prompts_fit
-from nanochat.storage.files import check_writable, make_folder, path_of, read_json, write_json
+from nanochat.storage.files import check_writable, found_at, make_folder, read_json, write_json
 from scripts.verifier_eval import load_generator
 from tasks import TASKS, add_task_args, is_task, make_task, task_flags
 from tasks.multiple_choice import CHOICE_SETS, RANDOM_BASELINE, choice_prompt, load_choices
@@ -263,7 +263,7 @@ def main(args) -> None:
     args.generator_tag = args.generator_tag or default_tag(args.generator_source)
     check_name("-g", args.generator_tag)
     args.task = args.task_name or args.task or None
-    tokenizer = load_tokenizer(path_of("tokenizer"))
+    tokenizer = load_tokenizer(found_at("tokenizer"))
     device = init_device(args.device_type)
     model, step = load_generator(args, args.step, tokenizer, device)
     scores = {}

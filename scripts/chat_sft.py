@@ -43,7 +43,7 @@ from nanochat.rl.play.sampling import Sampler
 from nanochat.rl.records.outcomes import outcomes_of, problems_digest, texts_digest
 from nanochat.rl.verify.demonstrations import Examples, check_demos, held_out
 from nanochat.rl.verify.forms import FORMS, check_form
-from nanochat.storage.files import path_of
+from nanochat.storage.files import found_at, path_of
 from nanochat.storage.run import Run, add_run_args
 from nanochat.supervised import (add_checkpoint_args, begin_run, check_skipped, greedy_texts, load_training,
                                  resume_step, save_training, saved_when_stopped, writing_checkpoints)
@@ -141,7 +141,7 @@ def start_model(args, tokenizer, device):
     model, meta = load_model(args.from_stage, args.from_tag or args.model_tag, device, None,
                              None if args.from_step < 0 else args.from_step, args.shard)
     tokenizer.check_model(f"{args.from_stage} model", model)
-    print0(f"starting from {path_of(args.from_stage, args.from_tag or args.model_tag)} at step {meta['step']}")
+    print0(f"starting from {found_at(args.from_stage, args.from_tag or args.model_tag)} at step {meta['step']}")
     shape, parser = model.config.asdict() | {"depth": model.config.n_layer}, make_parser()
     for name in ("depth", "n_embd", "n_head", "n_kv_head", "sequence_len", "window_pattern"):
         if getattr(args, name) not in (parser.get_default(name), shape.get(name)):
@@ -377,7 +377,7 @@ def prepare(args) -> Training | None:
                "--from-stage sft")
     marks = {"files": {path: mark_of(path) for path in args.conversations if os.path.exists(path)},
              "problems": problems_digest(task, tokenizer), "texts": texts_digest(task),
-             "generator": fingerprint(path_of("sft", judged[0], f"model_{find_step('sft', *judged):06d}.pt"))
+             "generator": fingerprint(found_at("sft", judged[0], f"model_{find_step('sft', *judged):06d}.pt"))
                           if judged else None}  # which tells it from others
     if resumed is not None and resumed >= args.num_steps:
         print0(f"{path_of('sft', tag)} is finished at step {resumed}")

@@ -1,7 +1,7 @@
 """
 What RL changed, on a few held-out problems: solutions before and after it, each step with the verifier's verdict.
 
-    python -m scripts.demo                                   # of the newest finished run
+    python -m scripts.demo                                   # of the newest finished run, or of the project's own pair
     python -m scripts.demo chain-s0                          # of a run, by its name or folder
     python -m scripts.demo chain-s0 --split test_out --num-problems 3 --seed 1
 
@@ -26,7 +26,7 @@ from nanochat.rl.play.sampling import Sampler
 from nanochat.rl.records.outcomes import answers_of, labels_of, outcomes_of, problems_of
 from nanochat.rl.report.report import Run, read_run, run_folder
 from nanochat.rl.report.terminal import add_colour_flag, paint, wants_colour
-from nanochat.storage.files import path_of
+from nanochat.storage.files import found_at, path_of
 from tasks import complete_task_args, make_task, recorded_value, task_flags
 
 COLOURS = {True: "32", False: "31", None: "90"}  # right green, wrong red, none grey
@@ -35,7 +35,8 @@ WORDS = {True: "right", False: "wrong", None: "-"}
 
 def make_parser():
     parser = new_parser(__doc__)
-    parser.add_argument("run", nargs="?", default="", help="name or folder of a finished run; default: the newest")
+    parser.add_argument("run", nargs="?", default="",
+                        help="name or folder of a finished run; default: the newest, or the project's own")
     parser.add_argument("--num-problems", type=at_least(1), default=5, help="problems that are shown")
     parser.add_argument("--num-scored", type=at_least(0), default=100,
                         help="problems of the counts in the last lines, those that are shown among them")
@@ -48,17 +49,16 @@ def make_parser():
 
 
 def find_run(name: str) -> Run:
-    """The finished run of this name or folder, or the newest. Raises BadInput."""
+    """The finished run of this name or folder, or the newest, or the pair's. Raises BadInput."""
     root = path_of("runs")
     if not name:
         ends = glob.glob(os.path.join(glob.escape(root), "*", "summary.json"))
-        if not ends:
-            raise BadInput(f"no finished run in {root}; NANOCHAT_BASE_DIR says where runs are")
-        name = os.path.dirname(max(ends, key=os.path.getmtime))
-        print(one_line(f"the newest finished run: {os.path.basename(name)}"))
+        name = os.path.basename(os.path.dirname(max(ends, key=os.path.getmtime))) if ends else "pair"
+        print(one_line(f"the newest finished run: {name}" if ends else
+                       f"no finished run in {root}: this is the pair that comes with the project"))
     folder = run_folder(name)
     run = read_run(folder)
-    if os.path.realpath(folder) != os.path.realpath(os.path.join(root, run.name)):  # nor are its checkpoints
+    if os.path.realpath(folder) != os.path.realpath(found_at("runs", run.name)):  # nor are its checkpoints
         raise BadInput(f"{folder} is not in {root}; set NANOCHAT_BASE_DIR to the base directory that it is of")
     return run
 
@@ -125,11 +125,12 @@ def describe(task, colour: bool, problem, text: str, ended: bool, outcome: bool 
     return [*lines, line], counts
 
 
-def main(args) -> None:
-    run = find_run(args.run)
+def solved_again(run: Run, args) -> tuple:
+    """A finished run's task, its checkpoints (find_checkpoints), and before and after RL the rows of `solve` of its
+    held-out problems, those that are shown first. args: of make_parser. Raises BadInput."""
     roles = list(dict.fromkeys([run.solver, *({"verifier"} & set(run.roles))]))
     checkpoints = find_checkpoints(run, roles)
-    recorded, where = run.config["args"], path_of("runs", run.name, "config.json")
+    recorded, where = run.config["args"], found_at("runs", run.name, "config.json")
     flags = argparse.Namespace(**recorded | dict.fromkeys([*task_flags(), "seed"]))
     flags.task = args.task
     complete_task_args(flags, recorded, where)
@@ -146,17 +147,23 @@ def main(args) -> None:
         args.num_problems = len(held_out)
     num_scored = max(args.num_problems, min(args.num_scored, len(held_out)))
     problems = random.Random(args.seed).sample(held_out, num_scored)
-    tokenizer, device = load_tokenizer(path_of("tokenizer")), init_device(args.device_type)
+    tokenizer, device = load_tokenizer(found_at("tokenizer")), init_device(args.device_type)
     sampler = Sampler(task, tokenizer, flags.seed, *limits, calculator=calculator)
-    solved = {when: solve(task, problems, found, sampler, device) for when, found in checkpoints.items()}
+    return task, checkpoints, {when: solve(task, problems, found, sampler, device)
+                               for when, found in checkpoints.items()}
 
+
+def main(args) -> None:
+    run = find_run(args.run)
+    task, checkpoints, solved = solved_again(run, args)
+    has_verifier = len(checkpoints["after"]) > 1
     for when, found in checkpoints.items():
         names = [f"{role} {tag} at step {step}" for role, (_, tag, step) in found.items()]
         print(f"{when + ' RL:':10s} {', '.join(names)}")
     if hasattr(task, "about"):
         print(one_line(f"task {task.name}: {task.about}"))
     print("Before each step stands the verdict of the verifier of that time: right, wrong, or - for none."
-          if len(roles) > 1 else "Before each step stands its gold label: right, wrong, or - where it has none.")
+          if has_verifier else "Before each step stands its gold label: right, wrong, or - where it has none.")
     counts = {when: Counter() for when in solved}
     for number, rows in enumerate(zip(*solved.values(), strict=True), 1):
         problem, is_shown = rows[0][0], number <= args.num_problems
@@ -172,14 +179,14 @@ def main(args) -> None:
     scores = [f"problems right {before['right']} -> {after['right']}"]
     if before["unscorable"] + after["unscorable"]:
         scores.append(f"those that cannot be scored {before['unscorable']} -> {after['unscorable']}")
-    if len(roles) > 1:
+    if has_verifier:
         scores.append(f"verdicts right {before['hit']} -> {after['hit']}")
-    if len(roles) > 1 and before["steps"] + after["steps"]:
+    if has_verifier and before["steps"] + after["steps"]:
         scores.append(f"verdicts on steps right {before['steps_hit']} of {before['steps']} -> "
                       f"{after['steps_hit']} of {after['steps']}")
-    paths = [path_of("runs", run.name, name) for name in ("summary.json", "report.html")]
-    print(f"\nOf {len(problems)} {', '.join(scores)}.")
-    if len(roles) > 1:
+    paths = [found_at("runs", run.name, name) for name in ("summary.json", "report.html")]
+    print(f"\nOf {len(solved['after'])} {', '.join(scores)}.")
+    if has_verifier:
         print("Verdicts before and after are on different solutions, each on those of its time.")
     print(f"More of the run: {', '.join(path for path in paths if os.path.exists(path))}")
 

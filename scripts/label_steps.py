@@ -49,7 +49,7 @@ from nanochat.rl.records.outcomes import labels_of, num_problems_of, outcomes_of
 from nanochat.rl.records.prompts import check_fit, generator_prompt, longest_problem, read_solution
 from nanochat.rl.verify.labelled import solution_rows
 from nanochat.rl.verify.prefixes import VALUES, Cut, Meter, forced_answer
-from nanochat.storage.files import check_writable, make_folder, path_of, whole_file, write_json
+from nanochat.storage.files import check_writable, found_at, make_folder, whole_file, write_json
 from scripts.verifier_eval import load, load_generator
 from tasks import add_task_args, make_task, task_flags
 from tasks.common import SPLIT_BUCKETS, Problem, check_problem
@@ -268,7 +268,7 @@ def print_summary(args, found: dict) -> None:
 
 def main(args) -> None:
     check_args(args)
-    tokenizer = load_tokenizer(path_of("tokenizer"))
+    tokenizer = load_tokenizer(found_at("tokenizer"))
     device = init_device(args.device_type)
     task, generator, judge = load_judge(args, tokenizer, device)
     sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, max_rows=args.max_rows,

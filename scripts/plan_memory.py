@@ -22,7 +22,7 @@ from nanochat.rl.learn.heads import add_head_args, check_head, check_shapes, num
 from nanochat.rl.run.flags import with_times
 from nanochat.rl.run.memory import Config, Setting, memory_plan
 from nanochat.rl.run.plan import Speed, describe_stop, held_by, planned, show_plan, variants
-from nanochat.storage.files import path_of
+from nanochat.storage.files import found_at
 
 
 def make_parser():
@@ -50,7 +50,7 @@ def config_named(name: str) -> Config:
     if name in SHAPES:
         return shape_of(name)
     if "/" not in name and list_steps("sft", name):
-        return load_meta(path_of("sft", name, f"meta_{find_step('sft', name):06d}.json"))[1]
+        return load_meta(found_at("sft", name, f"meta_{find_step('sft', name):06d}.json"))[1]
     try:
         return read_config(find_folder(name))
     except BadInput as error:

@@ -32,7 +32,7 @@ from nanochat.rl.records.outcomes import ENDLESS, answers_of, counted_outcomes, 
 from nanochat.rl.records.prompts import (Solution, Verification, check_prompts_fit, count_copies, read_solution,
                                          verifier_prompt)
 from nanochat.rl.report.judge_report import judge_report, rationales_of, report_lines
-from nanochat.storage.files import check_writable, path_of, read_json, write_json
+from nanochat.storage.files import check_writable, found_at, read_json, write_json
 from tasks import add_task_args, complete_task_args, make_task, recorded_value, task_flags, warn_of_prompts
 from tasks.common import Problem
 from tasks.formats import FORMATS, PROMPTS, with_prompts
@@ -381,7 +381,7 @@ def load(stage: str, tag: str, step: int, tokenizer, device, role: str):
     if role == "verifier":
         check_writes(tag, meta)
     warn_of_role(tag, meta, role)
-    return model, meta.get("user_config", {}), path_of(stage, tag, f"meta_{meta['step']:06d}.json"), meta["step"]
+    return model, meta.get("user_config", {}), found_at(stage, tag, f"meta_{meta['step']:06d}.json"), meta["step"]
 
 
 def load_generator(args, step: int, tokenizer, device) -> tuple:
@@ -395,7 +395,7 @@ def load_generator(args, step: int, tokenizer, device) -> tuple:
                                              where)
     complete_task_args(args, recorded, where)
     warn_of_prompts(args.generator_tag, recorded, args, "generator")
-    print0(f"{path_of(args.generator_source, args.generator_tag)} at step {step}, seed {args.seed} of problems, "
+    print0(f"{found_at(args.generator_source, args.generator_tag)} at step {step}, seed {args.seed} of problems, "
            f"{args.max_new_tokens} tokens at most")
     return generator, step
 
@@ -405,7 +405,7 @@ def load_players(args, tokenizer, device) -> tuple:
     were left out are as the checkpoints say."""
     verifier, recorded, where, args.step = load(args.verifier_source, args.verifier_tag, args.step, tokenizer, device,
                                                 "verifier")
-    print0(f"{path_of(args.verifier_source, args.verifier_tag)} at step {args.step}")
+    print0(f"{found_at(args.verifier_source, args.verifier_tag)} at step {args.step}")
     context = verifier.config.sequence_len
     if args.verifier_max_new_tokens < 0:
         args.verifier_max_new_tokens = recorded_value(recorded, "verifier_max_new_tokens", min(256, context // 2),
@@ -432,7 +432,7 @@ def load_players(args, tokenizer, device) -> tuple:
 def main(args) -> None:
     check_args(args)
     samples = load_processbench(args.processbench, args.subset, args.max_examples) if args.processbench else []
-    tokenizer = load_tokenizer(path_of("tokenizer"))
+    tokenizer = load_tokenizer(found_at("tokenizer"))
     device = init_device(args.device_type)
     verifier, generator, task, sampler = load_players(args, tokenizer, device)
     own_model = (load(args.own_source, args.own_tag, args.own_step, tokenizer, device, "generator")[0] if args.own_tag

@@ -40,7 +40,7 @@ SHORT = ["--num-steps", "2", "--save-every", "1", "--eval-examples", "2", "--max
 
 
 def example() -> str:
-    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
+    with open(os.path.join(ROOT, "dev", "your_own.md"), encoding="utf-8") as f:
         return re.search(r"```python\n(\"\"\"Few labels.*?)```", f.read(), re.DOTALL)[1]
 
 

@@ -19,6 +19,7 @@ from nanochat.common import BadInput, CannotWrite, one_line, print0
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs begin a text in UTF-8 with it
 PARTIAL = ".partial"  # ends the name of a folder that is being written
 HUB_SECONDS = 5.0  # until a hub that does not answer is taken for not there
+PAIR = os.path.join(os.path.dirname(os.path.dirname(__file__)), "pair")
 STAGE_FOLDERS = {"base": "base_checkpoints", "sft": "chatsft_checkpoints", "rl": "chatrl_checkpoints"}
 
 
@@ -33,6 +34,14 @@ def path_of(kind: str, *names: str) -> str:
     """The one place that knows the layout on disk, upstream's. kind: tokenizer, runs, or a stage (base, sft, rl), whose
     first name is a tag."""
     return os.path.join(base_dir(), STAGE_FOLDERS.get(kind, kind), *names)
+
+
+def found_at(kind: str, *names: str) -> str:
+    """The same for what is read: where the base directory has no such tokenizer, tag or run, that of the pair that
+    comes with the project, whose folder is laid out in the same way."""
+    top, rest = (kind, *names[:1]), names[1:]
+    own, shipped = path_of(*top), os.path.join(PAIR, STAGE_FOLDERS.get(kind, kind), *names[:1])
+    return os.path.join(own if os.path.exists(own) or not os.path.exists(shipped) else shipped, *rest)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
 from nanochat.optim import adamw
 from nanochat.rl.learn.heads import HEADS, Head, alias_layers, check_shapes, check_shared, num_shared, share_layers
-from nanochat.storage.files import path_of
+from nanochat.storage.files import found_at
 from nanochat.weights import copy_of, inference_model, is_sharded, refresh
 
 
@@ -92,7 +92,7 @@ class Start:
     def path(self, part: str) -> str:
         """Of its "meta.json" or "model.pt"."""
         name, _, ending = part.partition(".")
-        return path_of(self.source, self.tag, f"{name}_{self.step:06d}.{ending}")
+        return found_at(self.source, self.tag, f"{name}_{self.step:06d}.{ending}")
 
 
 def find_starts(args, specs: dict[str, RoleSpec], recorded: dict | None = None) -> dict[str, Start]:
@@ -107,9 +107,9 @@ def find_starts(args, specs: dict[str, RoleSpec], recorded: dict | None = None) 
                 raise BadInput(f"the run's config.json does not say where its {name} started")
             step = recorded[name]["step"]
         step = find_step(source, tag, step)
-        starts[name] = Start(tag, step, fingerprint(path_of(source, tag, f"model_{step:06d}.pt")), source)
+        starts[name] = Start(tag, step, fingerprint(found_at(source, tag, f"model_{step:06d}.pt")), source)
         if recorded and starts[name].fingerprint != recorded[name]["fingerprint"]:
-            raise BadInput(f"{path_of(source, tag)}: step {step} is not what the run started from; its "
+            raise BadInput(f"{found_at(source, tag)}: step {step} is not what the run started from; its "
                            f"{source.upper()} was done again, so the run cannot go on with it as its reference")
     return starts
 

@@ -20,7 +20,7 @@ from nanochat.rl.learn.roles import short_name
 from nanochat.rl.measure.scores import verdict_scores
 from nanochat.rl.records.outcomes import reworded
 from nanochat.rl.report.fields import as_written, is_number, number
-from nanochat.storage.files import path_of, read_records, whole_file
+from nanochat.storage.files import found_at, read_records, whole_file
 from tasks import TASKS
 
 BASELINE, ORACLE = "grpo", "gold_steps"
@@ -92,7 +92,7 @@ class Run:
 
 def run_folder(run: str) -> str:
     """The folder of a run, given by its name or as the folder. Raises BadInput where there is none."""
-    folder = run if os.path.isdir(run) else path_of("runs", run)
+    folder = run if os.path.isdir(run) else found_at("runs", run)
     if not os.path.isdir(folder):
         raise BadInput(f"{run}: neither a folder nor a run ({folder})")
     return folder

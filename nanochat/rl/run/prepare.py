@@ -25,7 +25,7 @@ from nanochat.rl.run.flags import (ask, check_args, check_draws, check_problems,
 from nanochat.rl.run.plan import (check_plan, check_sizes, describe_run, held_by, plan_of, planned, prompt_lengths,
                                   setting_of)
 from nanochat.rl.run.resume import (check_no_models, check_problems_stayed, read_config, resolve_resume)
-from nanochat.storage.files import check_writable, path_of, write_json
+from nanochat.storage.files import check_writable, found_at, path_of, write_json
 from nanochat.storage.run import choose_run_name, claim_run_name, describe_versions, look_at, start_run, uses_wandb
 from tasks import make_task, text_of
 from tasks.few_labels import FewLabels
@@ -45,7 +45,7 @@ def prepare(args, recipe, defaults: dict) -> Play | None:
     uses_wandb(args.run)
     for path in (path_of("runs", args.run), *(path_of("rl", tag_of(args.run, role)) for role in recipe.ROLES)):
         check_writable(path)
-    tokenizer = load_tokenizer(path_of("tokenizer"))
+    tokenizer = load_tokenizer(found_at("tokenizer"))
     digests = check_same_problems(args, recipe, task, tokenizer, step)
     device = init_device(args.device_type)
     torch.manual_seed(args.seed)  # nothing here draws from it; what a recipe draws would else differ from run to run

@@ -11,7 +11,7 @@ from nanochat.cli import check_unchanged, continuing
 from nanochat.common import BadInput
 from nanochat.hf.files import read_json
 from nanochat.own_code import both_files
-from nanochat.storage.files import path_of, read_records
+from nanochat.storage.files import found_at, path_of, read_records
 
 # Flags that may differ between a run and its continuation; any other would make it another run.
 MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "keep", "eval_every", "log_rollouts",
@@ -65,7 +65,7 @@ def check_no_models(run_name: str, tags: list[str]) -> None:
         return
     for tag in tags:
         if steps := list_steps("rl", tag):
-            raise BadInput(f"--run {run_name}: {path_of('rl', tag)} holds step {steps[-1]} of an older run of this "
+            raise BadInput(f"--run {run_name}: {found_at('rl', tag)} holds step {steps[-1]} of an older run of this "
                            f"name; take another name, or remove it")
 
 

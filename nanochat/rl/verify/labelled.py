@@ -24,7 +24,7 @@ from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import count_copies, longest_problem, solve_prompt
 from nanochat.rl.records.rollouts import Rollouts, grouped
 from nanochat.rl.verify.comparing import one_right
-from nanochat.storage.files import json_lines, path_of
+from nanochat.storage.files import found_at, json_lines
 from tasks.common import SPLIT_BUCKETS, Problem, check_problem, nth_of_epochs
 
 OF_SOLUTION = {"split": (str,), "index": (int,), "prompt": (str,), "solution": (str,)}
@@ -138,7 +138,7 @@ def longest_labelled(path: str) -> tuple[int, str]:
     """Tokens of the longest solution of a checked file, with its end token, and the remedy for too many."""
     rows = [row for _, row in json_lines(path)]
     owners = {row["solution"]: f"problem {row['index']} of {row['split']}" for row in rows}
-    tokenizer = load_tokenizer(path_of("tokenizer"))
+    tokenizer = load_tokenizer(found_at("tokenizer"))
     longest = longest_problem(tokenizer, list(owners))
     num = len(tokenizer.encode(longest)) + 1
     return num, f"leave the longest solutions out of --labels {path} (that of {owners[longest]} has {num} tokens)"
