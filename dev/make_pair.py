@@ -22,7 +22,7 @@ from nanochat.storage.files import (PAIR, STAGE_FOLDERS, json_lines, make_folder
                                     whole_folder, write_json)
 from scripts import demo
 
-NUM_SCORED = 200
+NUM_SCORED = 100
 RUN_FILES = ("metrics.jsonl", "rollouts.jsonl", "examples.jsonl")
 
 

@@ -282,8 +282,3 @@ def test_fewer_problems_than_the_default_are_all_shown(capsys, base):
     lines = show(capsys, "r")
     assert "the run has 4 problems of test_in, which are all shown" in lines and len(blocks_of(lines)) == 4
     assert "--num-problems 5: the run has 4 problems" in refused(capsys, "r", "--num-problems", "5")
-
-
-def test_without_any_finished_run_there_is_nothing_to_show(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    assert "no finished run in" in refused(capsys)

@@ -15,7 +15,8 @@ except ModuleNotFoundError:  # Python 3.10
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
-PACKAGES = find_namespace_packages(ROOT, include=SETUPTOOLS["packages"]["find"]["include"])
+PACKAGES = find_namespace_packages(ROOT, **SETUPTOOLS["packages"]["find"])
+PAIR = ROOT / "nanochat" / "pair"  # models, in folders that hold no code
 TOP = {"nanochat", "tasks", "scripts"}
 
 
@@ -28,8 +29,10 @@ def test_the_packages_are_the_folders_with_code():
 def test_a_package_comes_with_all_its_files():
     patterns = SETUPTOOLS["package-data"]
     for package in PACKAGES:
-        names = [path.name for path in (ROOT / package.replace(".", "/")).iterdir()
+        folder = ROOT / package.replace(".", "/")
+        names = [path.name for path in folder.iterdir()
                  if path.is_file() and path.suffix != ".py" and not path.name.startswith(".")]
+        names += [str(path.relative_to(folder)) for path in PAIR.rglob("*") if path.is_file() and PAIR.parent == folder]
         for name in names:
             assert any(fnmatch(name, pattern) for pattern in patterns.get(package, [])), f"{package}: {name}"
         for pattern in patterns.get(package, []):
