@@ -73,7 +73,7 @@ LONG = [f"test_{name}" for name in (
     "grading", "grading_hostile", "attention_kernels", "kernels_gpu", "bad_input", "tiles", "cpu_compile",
     "cpu_kernels", "decode_cache", "engine", "fresh_weights", "hf_tokenizer_hostile", "verifier_eval", "kernels",
     "bench", "chat_sft", "chat_eval", "report", "gpt", "label_steps", "apart", "gpu_day", "setup",
-    "competition", "gguf", "attention")]
+    "competition", "gguf", "attention", "tour")]
 
 
 @pytest.fixture(autouse=True, scope="session")
