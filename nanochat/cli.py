@@ -51,7 +51,7 @@ OTHER_NAMES = {
     "--loss-type": ["--loss, --advantage and --aggregation"],
     "--output-dir": ["--run is the name, and NANOCHAT_BASE_DIR the folder of all"],
     "--logging-steps": ["each step is in the log of --run, metrics.jsonl"],
-    "--report-to": ["--tensorboard; wandb where --run is given"],
+    "--report-to": ["--tensorboard or --trackio; wandb where --run is given"],
     "--save-steps": ["--save-every"],
     "--save-total-limit": ["--keep"],
     "--eval-steps": ["--eval-every"],
@@ -342,14 +342,14 @@ def flag_defaults(parser) -> dict:
 
 def check_unchanged(what: str, before: dict, args, may_change: set[str], defaults: dict) -> list[str]:
     """Raises BadInput for the first flag that differs from what a run or checkpoint was made with; the allowed changes,
-    in words. A flag that did not exist then counts as its default; --tensorboard may always change. --keep stays what
-    it was unless it is given: what was kept is not removed without asking."""
+    in words. A flag that did not exist then counts as its default; --tensorboard and --trackio may always change.
+    --keep stays what it was unless it is given: what was kept is not removed without asking."""
     if "keep" not in getattr(args, "explicit", {"keep"}):
         args.keep = before.get("keep", 0)
     before = defaults | before
     changed = {name: value for name, value in vars(args).items() if before.get(name) != value}
     for name, value in changed.items():
-        if name not in may_change | {"tensorboard"}:
+        if name not in may_change | {"tensorboard", "trackio"}:
             raise BadInput(f"--{name.replace('_', '-')} {value}: {what} was started with {before.get(name)}; "
                            f"a continued run cannot change it")
     return [f"--{name.replace('_', '-')} {before.get(name)} -> {value}" for name, value in changed.items()]

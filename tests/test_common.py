@@ -1,4 +1,4 @@
-"""What every script shares: how it ends, TensorBoard's event files, the version and commit that a run records."""
+"""What every script shares: how it ends, what trackers are shown, the version and commit that a run records."""
 import argparse
 import importlib.util
 import json
@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from nanochat.cli import script_main
 from nanochat.common import BadInput, CannotWrite, StopRequested, process_size
 from nanochat.storage import files
 from nanochat.storage.files import is_alone, whole_file
-from nanochat.storage.run import Run, describe_versions, lock_run, uses_wandb
+from nanochat.storage.run import PROJECT, Run, describe_versions, lock_run, start_trackio, uses_wandb
 from scripts import base_train, chat_sft, tango_rl, tok_train
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -80,20 +81,76 @@ def test_rank_0_alone_writes_event_files(tmp_path):
         run.log({"step": 0, "loss": 1.0})
 
 
-def test_a_run_may_be_continued_with_tensorboard_and_without(base):
-    """Started without, continued from its middle with, and again without; event files are as metrics.jsonl was."""
+class TrackioRun:
+    """What trackio keeps of a run, by the signatures of trackio 0.43."""
+
+    def __init__(self, name: str, config: dict | None):
+        self.name, self.config, self.shown = name, config, {}  # name of a number -> its steps and values
+
+    def log(self, metrics: dict, step: int | None = None) -> None:
+        for name, value in metrics.items():
+            self.shown.setdefault(name, []).append((step, torch.tensor(value, dtype=torch.float32).item()))
+
+    def finish(self) -> None:
+        pass
+
+
+@pytest.fixture
+def trackio(monkeypatch):
+    """A package trackio that keeps its runs in a list, .kept."""
+    module = types.ModuleType("trackio")
+    module.kept = []
+
+    def init(project, name=None, group=None, space_id=None, server_url=None, dataset_id=None, bucket_id=None,
+             config=None, resume="never", settings=None, private=None, embed=True, auto_log_gpu=None,
+             gpu_log_interval=10.0, auto_log_cpu=None, cpu_log_interval=10.0):
+        assert (project, resume, space_id, server_url) == (PROJECT, "never", None, None)
+        module.kept.append(run := TrackioRun(name, config))
+        run.delete = lambda: module.kept.remove(run)
+        return run
+
+    def runs(project):
+        if not module.kept:
+            raise ValueError(f"Project '{project}' does not exist")
+        return list(module.kept)
+    module.init, module.Api = init, lambda: types.SimpleNamespace(runs=runs)
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    return module
+
+
+def test_a_run_may_be_continued_with_trackers_and_without(base, trackio):
+    """Started without, continued from its middle with, and again without TensorBoard; its event files are as
+    metrics.jsonl was, and trackio has one run, as it is."""
     pytest.importorskip("tensorboard")
     folder = base / "runs" / "r"
     train = lambda *flags: tango_rl.main(parse(tango_rl, rl_flags("--run", "r", "--recipe", "grpo", *flags)))
     train("--num-steps", "2", "--save-every", "1")
     assert not (folder / "tensorboard").exists()
     assert json.loads((folder / "config.json").read_text())["version"] == __version__
-    train("--num-steps", "3", "--save-every", "1", "--resume-from-step", "1", "--tensorboard")
+    train("--num-steps", "3", "--save-every", "1", "--resume-from-step", "1", "--tensorboard", "--trackio")
     events = drawn(folder)
     assert [step for step, _ in events["gen/reward"]] == [0, 1, 2]
-    assert events == logged(folder)
-    train("--num-steps", "4", "--resume-from-step", "auto")
+    assert events == logged(folder) == trackio.kept[0].shown
+    train("--num-steps", "4", "--resume-from-step", "auto", "--trackio")
     assert len(logged(folder)["gen/reward"]) == 4 and drawn(folder) == events
+    assert [(run.name, run.shown) for run in trackio.kept] == [("runs/r", logged(folder))]
+    assert trackio.kept[0].config["args"]["recipe"] == "grpo"
+
+
+def test_a_run_of_trackio_takes_the_place_of_what_it_showed_before_alone(trackio, monkeypatch):
+    """Not that of a run of its name in another base directory. What does not start is refused."""
+    for started in ("monday", "tuesday", "monday"):
+        start_trackio("runs/r", {"started": started})
+    start_trackio("runs/other", {"started": "monday"})
+    assert [(run.name, run.config["started"]) for run in trackio.kept] == [
+        ("runs/r", "tuesday"), ("runs/r", "monday"), ("runs/other", "monday")]
+    monkeypatch.setattr(trackio, "init", lambda *_, **options: refuse("no login"))
+    with pytest.raises(BadInput, match="--trackio: it does not start: no login"):
+        start_trackio("runs/r", {"started": "monday"})
+
+
+def refuse(text: str):
+    raise ValueError(text)
 
 
 def test_sft_writes_event_files_beside_its_checkpoints(base):
@@ -106,14 +163,15 @@ def test_sft_writes_event_files_beside_its_checkpoints(base):
 
 
 @pytest.mark.parametrize("script, flags", [(tango_rl, RL_FLAGS), (chat_sft, []), (base_train, []), (tok_train, [])])
-def test_tensorboard_without_its_package_is_refused(capsys, monkeypatch, tmp_path, script, flags):
+def test_a_tracker_without_its_package_is_refused(capsys, monkeypatch, tmp_path, script, flags):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    for name in ("tensorboard", "torch.utils.tensorboard"):
+    for name in ("tensorboard", "torch.utils.tensorboard", "trackio"):
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
-    with pytest.raises(SystemExit, match="2"):
-        script_main(script.main, script.make_parser if script is tango_rl else script.make_parser(),
-                    [*flags, "--tensorboard"])
-    assert re.fullmatch("error: --tensorboard: .*`pip install tensorboard`\n", capsys.readouterr().err)
+    for tracker in ("tensorboard", "trackio"):
+        with pytest.raises(SystemExit, match="2"):
+            script_main(script.main, script.make_parser if script is tango_rl else script.make_parser(),
+                        [*flags, f"--{tracker}"])
+        assert re.fullmatch(f"error: --{tracker}: .*`pip install {tracker}`\n", capsys.readouterr().err)
     assert os.listdir(tmp_path) == []
 
 
@@ -366,14 +424,18 @@ class Failing:
         raise OSError(28, "No space left on device")
 
 
-def test_a_wandb_that_fails_is_told_once_and_stops_no_run(tmp_path, capsys, monkeypatch):
-    """And a mode that it does not know is refused."""
-    run = Run("r", torch.device("cpu"), 0, 1, str(tmp_path), wandb=Failing())
+def test_a_tracker_that_fails_is_told_once_and_stops_no_run(tmp_path, capsys, monkeypatch):
+    """And a mode that wandb does not know is refused."""
+    runs = [Run("r", torch.device("cpu"), rank, 2, str(tmp_path), wandb=Failing(), trackio=Failing())
+            for rank in range(2)]
     for step in range(3):
-        run.log({"step": step})
-    run.finish()
-    assert capsys.readouterr().out == "WARNING: wandb is told nothing more: ConnectionResetError: Connection lost\n"
-    assert Failing.calls == 1 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+        for run in runs:
+            run.log({"step": step})
+    runs[0].finish()
+    assert capsys.readouterr().out == "".join(
+        f"WARNING: {name} is told nothing more: ConnectionResetError: Connection lost\n"
+        for name in ("wandb", "trackio"))
+    assert Failing.calls == 2 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     monkeypatch.setenv("WANDB_MODE", "off")
     with pytest.raises(BadInput, match="WANDB_MODE=off: must be one of online, offline"):
         uses_wandb("r")

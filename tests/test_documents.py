@@ -1,4 +1,4 @@
-"""The pages, README.md and dev/*.md: commands have flags that exist, links lead somewhere, and lines are short."""
+"""The pages, *.md and dev/*.md: commands have flags that exist, links lead somewhere, and lines are short."""
 import contextlib
 import functools
 import importlib
@@ -24,8 +24,8 @@ from nanochat.own_code import is_file
 from scripts import tango_rl
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "dev").glob("*.md")), *sorted((ROOT / "dev" / "results").glob("*.md"))]
-HISTORY = {"LOG.md"}  # the lab book: its flags and names are those of the day
+PAGES = [path for folder in (ROOT, ROOT / "dev", ROOT / "dev" / "results") for path in sorted(folder.glob("*.md"))]
+HISTORY = {"LOG.md", "CHANGELOG.md"}  # their flags and names are those of the day
 TODAY = [path for path in PAGES if path.name not in HISTORY]
 COLUMNS, README_LINES, README_WORDS, ENTRY_LINES = 120, 150, 1500, 15
 
@@ -176,7 +176,7 @@ def complaint(command: Command) -> str | None:
 
 
 # Programs that a page may call and that need not be on this machine
-PROGRAMS = {"git", "hf", "pip", "wandb"}
+PROGRAMS = {"git", "hf", "mkdocs", "pip", "ruff", "wandb"}
 
 
 def test_commands_have_programs_and_flags_that_exist(commands, capsys):

@@ -3,6 +3,7 @@ import re
 from fnmatch import fnmatch
 from pathlib import Path
 
+import pytest
 from setuptools import find_namespace_packages
 
 from nanochat import __version__
@@ -49,6 +50,25 @@ def test_the_citation_is_of_the_packages_version_which_stands_in_one_place():
     assert (top["title"], top["version"]) == (PROJECT["project"]["name"], __version__)
     assert top["license"] == PROJECT["project"]["license"] == "MIT"
     assert "Andrej Karpathy" in (ROOT / PROJECT["project"]["license-files"][0]).read_text()
+
+
+def test_the_changelog_begins_with_what_is_to_come_and_the_version():
+    headings = re.findall("^## (.+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    released = [heading.split()[0] for heading in headings if heading != "Unreleased"]
+    assert released[0] == __version__ and "Unreleased" not in headings[1:]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").iterdir()), ids=lambda path: path.name)
+def test_a_form_for_issues_is_one_that_github_shows(path):
+    """Its fields have a kind that there is, a name and a label each; at least one must be filled in."""
+    form = pytest.importorskip("yaml").safe_load(path.read_text())
+    assert form.keys() == {"name", "description", "labels", "body"}
+    for field in form["body"]:
+        assert field["type"] in ("input", "textarea") and field["attributes"]["label"]
+        assert set(field["attributes"]) <= {"label", "description", "placeholder", "render"}
+    names = [field["id"] for field in form["body"]]
+    assert len(set(names)) == len(names)
+    assert any(field.get("validations", {}).get("required") is True for field in form["body"])
 
 
 def test_the_workflow_runs_the_tests_on_every_python_that_is_promised():

@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +23,7 @@ from nanochat.common import BadInput, CannotWrite, StopRequested, all_reduce, fi
 from nanochat.storage.files import base_dir, path_of, read_json, read_records, whole_file, write_json, writing
 from nanochat.storage.writer import Writer
 
+PROJECT = "nanochat-tango"  # in trackers
 WANDB_MODES = ("online", "offline", "disabled", "dryrun", "shared")  # that wandb knows
 # The beginnings of names in metrics.jsonl that tell of the machine: in two runs of the same flags all else is equal.
 TELL_EVERY = 10.0  # seconds
@@ -42,6 +42,7 @@ class Run:
     tokenizer: int | None = None  # mark of the one that it began with, for the metas of its models
     lock: object = None  # rank 0's open lock file
     wandb: object = None
+    trackio: object = None
     wants_events: bool = False  # --tensorboard
     events: object = None  # rank 0's writer of event files, from trim on
     is_forked: bool = False
@@ -86,14 +87,19 @@ class Run:
             raise StopRequested
 
     def log(self, record: dict) -> None:
-        """Appends one record to metrics.jsonl and shows it to wandb and TensorBoard; rank 0."""
+        """Appends one record to metrics.jsonl and shows it to the trackers that are wanted; rank 0."""
         if self.rank == 0:
             self.keep_lock()
             self.append("metrics.jsonl", record)
-            if self.wandb:
-                self.tell_wandb("log", record, step=record["step"])
-            if self.events:
-                self.add_events([record])
+            self.tell_tracker("wandb", "log", record, step=record["step"])
+            self.show([record])
+
+    def show(self, records: list[dict]) -> None:
+        """Shows the finite numbers of records to TensorBoard and trackio. Raises CannotWrite."""
+        if self.events:
+            self.add_events(records)
+        for record in records:
+            self.tell_tracker("trackio", "log", numbers_of(record), step=record["step"])
 
     def keep_lock(self) -> None:
         """Takes the run's lock again where its file was removed. Raises BadInput where another process has it by now,
@@ -106,21 +112,22 @@ class Run:
         if self.lock and not is_there and os.path.isdir(self.folder):
             self.lock = lock_run(self.folder)
 
-    def tell_wandb(self, what: str, *args, **options) -> None:
-        """Calls a method of wandb's run. One that fails is told, and was the last: metrics.jsonl has it all."""
-        try:
-            getattr(self.wandb, what)(*args, **options)
-        except Exception as error:  # of many types: its process was killed, its disk is full
-            print0(f"WARNING: wandb is told nothing more: {type(error).__name__}: {error}")
-            self.wandb = None
+    def tell_tracker(self, name: str, what: str, *args, **options) -> None:
+        """Calls a method of the run of wandb or trackio, if there is one. One that fails is told, and was the last:
+        metrics.jsonl has it all."""
+        if tracker := getattr(self, name):
+            try:
+                getattr(tracker, what)(*args, **options)
+            except Exception as error:  # of many types: its process was killed, its disk is full
+                print0(f"WARNING: {name} is told nothing more: {type(error).__name__}: {error}")
+                setattr(self, name, None)
 
-    def add_events(self, records: Iterable[dict]) -> None:
+    def add_events(self, records: list[dict]) -> None:
         """Adds the finite numbers of records to TensorBoard's event files. Raises CannotWrite."""
         with writing(os.path.join(self.logs, "tensorboard")):
             for record in records:
-                for name, value in finite(record).items():
-                    if isinstance(value, int | float) and name != "step":
-                        self.events.add_scalar(name, value, record["step"])
+                for name, value in numbers_of(record).items():
+                    self.events.add_scalar(name, value, record["step"])
             self.events.flush()
 
     def append(self, name: str, record: dict) -> None:
@@ -131,21 +138,22 @@ class Run:
 
     def trim(self, name: str, step: int) -> None:
         """Drops the records of steps from `step` on: what was logged after the checkpoint that a run resumes from.
-        Event files are written afresh from metrics.jsonl, so no step is in them twice; trim it before the first log."""
+        Event files and trackio's run are filled afresh from metrics.jsonl, so no step is in them twice; trim it before
+        the first log."""
         if self.rank != 0:
             return
-        path, wants_events = os.path.join(self.logs, name), self.wants_events and name == "metrics.jsonl"
+        path, is_log = os.path.join(self.logs, name), name == "metrics.jsonl"
         is_there = os.path.exists(path)
         kept = [line for line, record in read_records(path) if record["step"] < step] if is_there else []
-        if wants_events:
+        if is_log and self.wants_events:
             folder = os.path.join(self.logs, "tensorboard")
             shutil.rmtree(folder, ignore_errors=True)
             self.events = summary_writer()(folder)
         if is_there:
             with whole_file(path) as f:
                 f.writelines(kept)
-        if wants_events:
-            self.add_events(map(json.loads, kept))
+        if is_log:
+            self.show([json.loads(line) for line in kept])
 
     def remove(self, name: str) -> None:
         """Removes a file of the run's folder, if it is there; rank 0."""
@@ -156,8 +164,8 @@ class Run:
     def finish(self) -> None:
         if self.lock:
             self.lock.close()
-        if self.wandb:
-            self.tell_wandb("finish")
+        for name in ("wandb", "trackio"):
+            self.tell_tracker(name, "finish")
         if self.events:
             self.events.close()
 
@@ -170,8 +178,10 @@ def add_run_args(parser) -> None:
                             "wandb; in RL a numbered name, elsewhere logs in the model's folder")
     group.add_argument("--seed", type=int, default=0, help="seed of weights, problems and sampling noise")
     add_device_arg(group)
-    group.add_argument("--tensorboard", action=AskTensorboard, nargs=0, default=False,
+    group.add_argument("--tensorboard", action=AskTracker, const=summary_writer, nargs=0, default=False,
                        help="also write the metrics as TensorBoard event files, in the folder tensorboard of the run's")
+    group.add_argument("--trackio", action=AskTracker, const=trackio_package, nargs=0, default=False,
+                       help="also show the metrics to trackio, which keeps them on this machine, in TRACKIO_DIR")
 
 
 def add_keep_arg(parser) -> None:
@@ -182,11 +192,11 @@ def add_keep_arg(parser) -> None:
                              "run started from; 0 = all")
 
 
-class AskTensorboard(argparse.Action):
-    """A flag without a value. Raises BadInput where event files cannot be written."""
+class AskTracker(argparse.Action):
+    """A flag without a value. const: a function that imports its package. Raises BadInput where that is missing."""
 
     def __call__(self, parser, namespace, *_) -> None:
-        summary_writer()
+        self.const()
         setattr(namespace, self.dest, True)
 
 
@@ -197,6 +207,36 @@ def summary_writer():
     except ImportError as error:
         raise BadInput(f"--tensorboard: {error}; run `pip install tensorboard`") from None
     return SummaryWriter
+
+
+def trackio_package():
+    """The module trackio. Raises BadInput where its package is missing."""
+    try:
+        import trackio
+    except ImportError as error:
+        raise BadInput(f"--trackio: {error}; run `pip install trackio`") from None
+    return trackio
+
+
+def start_trackio(name: str, config: dict):
+    """A new run of trackio. One of that name that began when this one first did is what it showed before it was
+    continued, and is removed: trackio cannot take back single steps. Raises BadInput."""
+    trackio = trackio_package()
+    try:
+        with contextlib.suppress(ValueError):  # no run was ever shown
+            for old in trackio.Api().runs(PROJECT):
+                if old.name == name and (old.config or {}).get("started") == config["started"]:
+                    old.delete()
+        return trackio.init(PROJECT, name, config=config, resume="never", embed=False, auto_log_gpu=False,
+                            auto_log_cpu=False)
+    except Exception as error:  # of many types: a Space without a login, a server that does not answer
+        raise BadInput(f"--trackio: it does not start: {error}") from None
+
+
+def numbers_of(record: dict) -> dict[str, int | float]:
+    """The finite numbers of a record but its step."""
+    return {name: value for name, value in finite(record).items()
+            if isinstance(value, int | float) and name != "step"}
 
 
 def choose_run_name(name: str) -> str:
@@ -300,13 +340,18 @@ def start_run(args, device: torch.device, config: dict, seen: dict[str, int], re
         if uses_wandb(args.run):
             import wandb
             try:
-                run.wandb = wandb.init(project="nanochat-tango", name=args.run, id=args.run, resume="allow",
+                run.wandb = wandb.init(project=PROJECT, name=args.run, id=args.run, resume="allow",
                                        dir=run.logs, config=config)
             except Exception as error:  # of many types: a key that is none, a service that does not answer
                 raise BadInput(f"--run {args.run}: wandb does not start: {error}; set WANDB_MODE=offline or "
                                f"WANDB_MODE=disabled") from None
-        if not resumed or not os.path.exists(os.path.join(run.logs, "config.json")):
-            write_json(os.path.join(run.logs, "config.json"), config | ({"model": about} if model else {}))
+        path = os.path.join(run.logs, "config.json")
+        is_there = resumed and os.path.exists(path)
+        config = read_json(path) if is_there else config | ({"model": about} if model else {})
+        if args.trackio:
+            run.trackio = start_trackio(os.path.relpath(run.logs, base_dir()), config)
+        if not is_there:
+            write_json(path, config)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the last one of a terminal that is closed
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's
             signal.signal(number, run.on_signal)

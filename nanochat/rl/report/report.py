@@ -277,7 +277,7 @@ def recovered(gains: dict[int, float], oracle_gains: dict[int, float]) -> float 
 
 # Flags that may differ between the seeds of one arm.
 PER_RUN = {"run", "seed", "resume_from_step", "save_every", "keep", "log_rollouts", "device_type",
-           "micro_batch_tokens", "prefix_sharing", "tensorboard"}
+           "micro_batch_tokens", "prefix_sharing", "tensorboard", "trackio"}
 
 
 def counts_solver(run: Run) -> bool:
