@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import TASK_FLAGS, parse
 
-from nanochat.recipes.tango._observe import LENIENT
 from nanochat.rl.credit.rewards import FORMAT_PENALTY, ClassWeights
+from nanochat.rl.measure.watched import LENIENT, WATCHED
 from nanochat.rl.run.progress import LARGEST_GAP
 from scripts import base_train, chat_sft, task_text
 
@@ -26,7 +26,8 @@ class Entry(NamedTuple):
 
 # The first cell of a table's head -> which log its names are of; None: words that other names are made of.
 HEADS = {"name": "rl", "after a role's prefix": "rl", "where a score stands": "rl", "in summary.json": "summary",
-         "in chat_sft": "chat_sft", "in base_train": "base_train", "role prefix": None, "verifier score": None}
+         "in chat_sft": "chat_sft", "in base_train": "base_train", "role prefix": None, "verifier score": None,
+         "watched, after a role's prefix": None}
 # In the glossary, and in no run of this file: why
 UNSEEN = {**dict.fromkeys(("gen/pass1_lenient_in", "gen/pass1_lenient_out"), "needs a task with numbers"),
           "peak_memory_gb": "needs CUDA", "old_files_left": "needs a file that cannot be removed"}
@@ -107,6 +108,8 @@ def test_a_name_is_explained_once_with_the_figures_of_the_code():
         assert not {name for name in names if names.count(name) > 1}
     text = " ".join((ROOT / "dev" / "metrics.md").read_text(encoding="utf-8").split())
     fp32, bf16 = LARGEST_GAP[torch.float32], LARGEST_GAP[torch.bfloat16]
-    for words in (f"`gen/wrong_passed` is above {LENIENT};", f"1, less {FORMAT_PENALTY} for each criterion",
+    for words in (f"`gen/wrong_passed` is above {LENIENT} |", f"1, less {FORMAT_PENALTY} for each criterion",
                   f"0 to {ClassWeights().cap:.0f} |", f"above {fp32} in fp32 or {bf16} in bf16"):
         assert words in text
+    rows = [f"| `{watched.name}` | {watched.bound} | {watched.warning} |" for watched in WATCHED]
+    assert f"| warning | | --- | --- | --- | {' '.join(rows)} ## " in text

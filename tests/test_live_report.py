@@ -25,7 +25,7 @@ def written(base, monkeypatch) -> list:
         write(*args)
         data = data_of(base)
         live = data["live"] or {"state": None, "minutes_left": None}
-        points = data["tasks"][0]["panels"][0]["curves"]["r"]
+        points = data["tasks"][0]["groups"]["Held-out scores"][0]["curves"]["r"]
         versions.append((live["state"], live["minutes_left"] is not None, [point[0] for point in points],
                          len(data["runs"][0]["rollouts"])))
     monkeypatch.setattr(steps, "write_run_page", write_and_look)

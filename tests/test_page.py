@@ -55,7 +55,8 @@ def page(tmp_path_factory):
     rollouts = [{**rollout, "step": i} for i, rollout in enumerate(ROLLOUTS)]
     folders = [make_run(base, "chain-tango-s0", 0, [0.1, 0.3, 0.5], [0.7, 0.8, 0.9], rollouts=rollouts,
                         examples=EXAMPLES),
-               make_run(base, "chain-tango-s1", 1, [0.2, 0.4, 0.6], [0.6, 0.8, 0.9], is_old=True),
+               make_run(base, "chain-tango-s1", 1, [0.2, 0.4, 0.6], [0.6, 0.8, 0.9], is_old=True,
+                        logged={"gen/stepless": 0.6, "gen/skipped": 0}),
                make_run(base, "chain-grpo-s0", 0, [0.1, 0.2, 0.3], rollouts=GROUP),
                make_run(base, "chain-grpo-s1", 1, [0.2, 0.3, 0.5],
                         rollouts=[{**ROLLOUT, "problem": str(i), "reward": i / 7} for i in range(20)]),
@@ -119,12 +120,41 @@ def details_text(card) -> list[str]:
     return [node.get_attribute("textContent") for node in card.find_elements("css selector", "details .mono")]
 
 
+def unfold(browser) -> None:
+    browser.execute_script("for (const fold of document.querySelectorAll('details')) fold.open = true")
+
+
+def emulate(browser, width: int, height: int) -> None:
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
+                            {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600})
+
+
 def status(browser) -> str:
     return find(browser, "#count")[0].text
 
 
+def test_the_first_screen_answers_three_questions(shown):
+    tile = find(shown, ".tile")[0].text.replace("\u00a0", " ").split("\n")
+    # the changes are 40 points twice: an interval of no width
+    assert tile == ["generator pass@1, in distribution", "tango", "15.0% \u2192 55.0%", "+40.0 \u00b1 0.0 (2 seeds)",
+                    "grpo", "15.0% \u2192 40.0%", "+25.0 \u00b1 63.5 (2 seeds)"]
+    warned, fine = (node.text for node in find(shown, "#watched > li"))
+    assert warned.startswith("\u2717 Now: answers without steps: chain-tango-s1, 60.0% at step 19, in 20 of "
+                             "20 generator steps. Bound: at most 50% have no step. What to do: ")
+    assert fine == "\u2713 2 within bounds: updates are finite; sampling explores"
+    assert find(shown, "#when")[0].text == "First held-out problems after step 20, greedy, of chain-tango-s0"
+    assert [node.text for node in find(shown, "#latest .head b.mono")] == ["3+5*2", HOSTILE]
+    steps = find(shown, "#latest article")[0].find_elements("css selector", ".step.mono")
+    assert [step.text.split("\n")[1] for step in steps] == ["1: right, gold right", "2: wrong, gold right", "answer"]
+    choose(shown, run=2)
+    assert find(shown, "#when")[0].text == "Sampled in training at step 4, of chain-grpo-s0"
+    assert len(find(shown, "#latest article")) == 3
+
+
 def test_curves_and_table_are_there(shown):
-    titles = [h.text for h in find(shown, ".panel h3")]
+    assert [fold.is_displayed() for fold in find(shown, ".fold .panels")][:2] == [True, False]
+    unfold(shown)
+    titles = [h.text for h in find(shown, ".panel figcaption")]
     assert titles[0] == "generator pass@1, in distribution" and INDICATORS["gen/reasoning_steps"] in titles
     panels = dict(zip(titles, find(shown, ".panel"), strict=True))
     accuracy, verifier = find(shown, ".panel")[0], panels["verifier balanced accuracy, fixed solutions"]
@@ -187,7 +217,8 @@ def test_a_role_of_another_recipe_is_shown_with_its_text_and_facts(shown):
     facts, steps = (card.find_elements("css selector", selector) for selector in (".facts span", ".step small"))
     assert [fact.text for fact in facts] == [f"critique: {HOSTILE}"] and "reward 0.25" in card.text
     assert [step.text for step in steps] == ["1: gold right", "2: gold wrong", "answer"]
-    assert "ref/kept" in [h.text for h in find(shown, ".panel h3")] and find(shown, "img") == []
+    unfold(shown)
+    assert "ref/kept" in [h.text for h in find(shown, ".panel figcaption")] and find(shown, "img") == []
     assert any(row.text.startswith("ref/margin") for row in find(shown, "#health tbody tr"))
 
 
@@ -205,6 +236,7 @@ def test_another_run_brings_its_settings_and_rollouts(shown):
     assert len(choose(shown, run=1)) == 1
     assert ("seed 1" in [row.text for row in find(shown, "#settings tbody tr")]
             and len(find(shown, "#settings table")) == 1)
+    unfold(shown)
     assert any(row.text.startswith("gen/reasoning_steps") for row in find(shown, "#health tbody tr"))
 
 
@@ -221,11 +253,12 @@ def test_rollouts_about_one_problem_stand_beside_each_other_underlined_by_advant
     assert [(t.text, t.get_attribute("title")) for t in tokens] == [
         ("3+5", "A +0.50"), (":8;", "A -0.25"), ("8*2:7;", "A -1.00"), ("=7", "A 0.00"), ("\u25a0", "A 0.00")]
     ink = shown.execute_script("return [...document.querySelectorAll('#list article:first-child .token')]"
-                               ".map(t => getComputedStyle(t).boxShadow.split(')')[0].slice(5).split(', '))")
-    above, below = ["0", "114", "178"], ["213", "94", "0"]
-    assert [parts[:3] for parts in ink] == [above, below, below, above, above]
+                               ".map(t => getComputedStyle(t)).map(s => [s.textDecorationStyle, "
+                               "...s.textDecorationColor.slice(5, -1).split(', ')])")
+    above, below = ["solid", "0", "114", "178"], ["wavy", "213", "94", "0"]
+    assert [parts[:4] for parts in ink] == [above, below, below, above, above]
     # of the largest in the group, 2: .25 + .75 of the share; none at 0
-    assert [float(parts[3]) for parts in ink] == pytest.approx([0.4375, 0.34375, 0.625, 0, 0], abs=0.005)
+    assert [float(parts[4]) for parts in ink] == pytest.approx([0.4375, 0.34375, 0.625, 0, 0], abs=0.005)
     assert bars() == "rewards: 0: 2, 1: 1"
     assert len(choose(shown, kind="believed")) == 1
     assert "1 of 3 right, 2 others hidden" in find(shown, "#list .group")[0].text
@@ -243,7 +276,7 @@ def test_verifications_of_one_solution_are_tallied_by_their_verdicts(shown):
 def test_a_point_of_a_curve_leads_to_the_rollouts_of_its_step(shown):
     """Of grpo's runs the first has rollouts at step 4 alone: the nearest to any point."""
     points = shown.execute_script("return [...document.querySelector('.panel').querySelectorAll('.point')]")
-    assert len(points) == 6
+    assert [point.get_attribute("tabindex") for point in points] == ["0"] + ["-1"] * 5 and len(points) == 6
     shown.execute_script("arguments[0].dispatchEvent(new Event('click'))", points[5])
     chosen = [shown.execute_script(f"return document.getElementById('{name}').value") for name in ("run", "from", "to")]
     assert chosen == ["2", "4", "4"] and len(find(shown, "#list article")) == 3
@@ -276,8 +309,8 @@ def test_a_proposed_problem_shows_what_became_of_it(shown):
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_nothing_is_wider_than_the_page(shown, width):
-    shown.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
-                          {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600})
+    emulate(shown, width, 800)
+    unfold(shown)
     assert shown.execute_script("return document.documentElement.scrollWidth") <= width
     table = find(shown, "#table table")[0]
     assert width < 600 or table.rect["x"] + table.rect["width"] <= width
@@ -293,16 +326,26 @@ def alone(tmp_path, live: dict | None) -> str:
 def test_a_single_run_is_titled_and_compared_with_nothing(browser, tmp_path):
     browser.get(alone(tmp_path, None))
     assert browser.title == "chain-own-s0 - nanochat-tango" and find(browser, "h1")[0].text == "chain-own-s0"
+    for width, height in ((1280, 800), (390, 800)):  # one of its solutions begins on the first screen
+        emulate(browser, width, height)
+        assert find(browser, "#latest article")[0].rect["y"] < 0.8 * height
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    unfold(browser)
     assert find(browser, "#made")[0].text.startswith("1 run") and "commit None" in find(browser, "#made")[0].text
     assert find(browser, "#table") == [] and "not measurable" not in find(browser, "body")[0].text
     assert "generator pass@1, in distribution 10.0% 50.0% +40.0" in [r.text for r in find(browser, "#scores tbody tr")]
-    assert not find(browser, "#live")[0].is_displayed()
+    assert not find(browser, "#live")[0].is_displayed() and not find(browser, "#runs")[0].is_displayed()
+    assert "10.0% \u2192 50.0%\n+40.0 (1 seed)" in find(browser, ".tile")[0].text.replace("\u00a0", " ")
+    assert find(browser, "#seeds")[0].text == ""  # and no interval
 
 
 def test_the_page_of_a_run_that_is_under_way_reloads_itself(browser, tmp_path, monkeypatch):
     monkeypatch.setattr("nanochat.rl.report.page.RELOAD_SECONDS", 2)
     address = alone(tmp_path, {"state": "under way, after step 12", "minutes_left": 7.3, "is_alive": True})
     browser.get(address)
+    emulate(browser, 1280, 800)
+    browser.execute_script("[...document.querySelectorAll('.fold')].forEach((fold, i) => fold.open = i === 1); "
+                           "scrollTo(0, 300); document.getElementById('kind').focus({preventScroll: true})")
     assert find(browser, "#state")[0].text.startswith("under way, after step 12, about 7 minutes left (written at ")
     with open(address.removeprefix("file://")) as f:
         text = f.read()
@@ -313,18 +356,49 @@ def test_the_page_of_a_run_that_is_under_way_reloads_itself(browser, tmp_path, m
     while "after step 13" not in state() and time.time() < deadline:
         time.sleep(0.1)
     assert "after step 13" in state()
+    assert browser.execute_script("return [...document.querySelectorAll('.fold')].map(fold => fold.open)")[:2] == [
+        False, True]
+    assert browser.execute_script("return [scrollY, document.activeElement.id]") == [300, "kind"]
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     browser.execute_script("const e = document.getElementById('reload'); e.checked = false; "
                            "e.dispatchEvent(new Event('input')); window.same = true")
     time.sleep(3)
     assert browser.execute_script("return window.same")
 
 
+# The least contrast of a text with what is behind it, and the text (WCAG 2: relative luminance).
+CONTRAST = """
+const luminance = c => c.reduce((sum, x, i) => sum + [.2126, .7152, .0722][i] *
+  ((x /= 255) <= .03928 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4), 0);
+const parts = text => text.match(/[\\d.]+/g).map(Number);
+const over = ([r, g, b, a = 1], below) => [r, g, b].map((x, i) => a * x + (1 - a) * below[i]);
+const behind = node => node ? over(parts(getComputedStyle(node).backgroundColor), behind(node.parentElement))
+  : [255, 255, 255];
+let least = [99, ""];
+const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (texts.nextNode()) {
+  const node = texts.currentNode.parentElement, style = getComputedStyle(node);
+  if (!texts.currentNode.data.trim() || !node.checkVisibility()) continue;
+  const ink = parts(node.closest("svg") ? style.fill : style.color), back = behind(node);
+  let opacity = 1;
+  for (let up = node; up; up = up.parentElement) opacity *= getComputedStyle(up).opacity;
+  const pair = [luminance(over([...ink.slice(0, 3), opacity], back)), luminance(back)].sort((a, b) => b - a);
+  const ratio = (pair[0] + .05) / (pair[1] + .05);
+  if (ratio < least[0] && !node.closest(":disabled")) least = [ratio, node.textContent];
+}
+return least;
+"""
+
+
 def test_light_and_dark(shown):
     colours = []
+    unfold(shown)
     for scheme in ("light", "dark"):
         shown.execute_cdp_cmd("Emulation.setEmulatedMedia",
                               {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
         colours.append(shown.execute_script("const s = getComputedStyle(document.body); "
                                             "return [s.backgroundColor, s.color]"))
+        least, text = shown.execute_script(CONTRAST)
+        assert least >= 4.5, text
     light, dark = ([sum(int(x) for x in c[4:-1].split(",")) / 765 for c in pair] for pair in colours)
     assert light[0] > 0.9 > 0.3 > light[1] and dark[0] < 0.15 < 0.8 < dark[1]

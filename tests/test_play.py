@@ -443,8 +443,9 @@ def test_a_step_without_an_update_shows_what_the_recipe_shows(capsys):
                                (["generator"], ["no_pair"], "generator | entropy 0.500 | grad - | no pair 1.000 | ")):
         print_step(record, roles, {"generator": shown}, 60)
         assert capsys.readouterr().out.startswith(f"step    3 {line}")
-    print_step(record | {"gen/lenient": True}, ["generator"], {}, 60)
-    assert "WARNING: lenient verifier" in capsys.readouterr().out
-    for share, warns in ((None, False), (0.5, False), (0.51, True)):
-        print_step(record | {"gen/stepless": share}, ["generator"], {}, 60)
-        assert ("WARNING: answers without steps" in capsys.readouterr().out) == warns
+    for name, value, warning in (("gen/stepless", None, ""), ("gen/stepless", 0.5, ""),
+                                 ("gen/stepless", 0.51, " | WARNING: answers without steps"),
+                                 ("gen/wrong_passed", 0.31, " | WARNING: lenient verifier"), ("gen/reward", None, ""),
+                                 ("gen/skipped", 1, " | WARNING: not finite, skipped"), ("ver/skipped", 1, "")):
+        print_step(record | {name: value}, ["generator"], {}, 60)
+        assert capsys.readouterr().out.startswith(f"step    3 generator | entropy 0.500 | grad -{warning} | 2.0s")

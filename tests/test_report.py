@@ -11,7 +11,8 @@ import pytest
 
 from nanochat.cli import script_main
 from nanochat.common import BadInput
-from nanochat.rl.report.page import (axes_of, health, mean_curve, panels_of)
+from nanochat.rl.report.first_screen import latest, progress, well_and_ill
+from nanochat.rl.report.page import axes_of, health, mean_curve, panels_of
 from nanochat.rl.report.report import (COLUMNS, EVALS, INDICATORS, Run, area_under, cells, compare, evaluated,
                                        first_reach, height_at, interval, markdown_table, read_run, recovered, tidy)
 from scripts import report
@@ -26,9 +27,9 @@ ROLLOUT = {"step": 1, "role": "generator", "problem": "3+5*2", "gold": "6", "sol
 
 def make_run(base, name: str, seed: int, accuracies: list[float], step_f1: list[float] | None = None,
              rollouts=(ROLLOUT,), examples=(), every: int = 10, tokens_per_step: int = 100, is_old: bool = False,
-             **flags) -> str:
+             logged: dict | None = None, **flags) -> str:
     """A run's folder with an evaluation every `every` generator steps; the last accuracy is the summary's. is_old: as
-    runs were written that named neither their roles nor their number of steps."""
+    runs were written that named neither their roles nor their number of steps; logged: in every generator step."""
     folder = base / "runs" / name
     folder.mkdir(parents=True)
     scores = [{"gen/pass1_in": a, "gen/pass1_out": a / 2,
@@ -39,7 +40,7 @@ def make_run(base, name: str, seed: int, accuracies: list[float], step_f1: list[
         evaluation = scores[step // every] if step % every == 0 else {}
         records.append({"step": step, "role": "generator", "gen_step": step, "ver_step": step // 2,
                         "sampled_tokens": tokens_per_step * step, **evaluation,
-                        "gen/reasoning_steps": float(step), "gen/entropy": 0.5})
+                        "gen/reasoning_steps": float(step), "gen/entropy": 0.5, **(logged or {})})
     judged = [{"step": step, "role": "verifier", "gen_step": step, "ver_step": step // 2}
               for step in range(0, len(records), 2)]
     end = {"gen_steps": len(records), "ver_steps": len(records) // 2, "sampled_tokens": tokens_per_step * len(records)}
@@ -402,3 +403,36 @@ def test_curves_of_runs_that_skipped_updates_meet_at_each_evaluation(tmp_path):
     assert [row[:2] for row in mean_curve(runs, "gen/pass1_in", "sampled_tokens", in_order=True)] == [
         (0, pytest.approx(0.3)), (200, pytest.approx(0.6))]
     assert len(mean_curve(runs, "gen/pass1_in", "sampled_tokens")) == 3
+
+
+def test_what_is_watched_is_fine_or_warned_of_now_or_earlier(tmp_path):
+    fine = {"gen/num_rollouts": 8, "gen/reward": 0.5, "gen/stepless": 0.2, "gen/wrong_passed": None}
+    runs = [made(tmp_path, f"chain-tango-s{seed}", seed, [0.1, 0.2, 0.3], logged=fine) for seed in (0, 1)]
+    assert well_and_ill(runs) == {"warned": [], "fine": [[words, []] for words in (
+        "rollouts can be scored", "sampling explores", "solutions have steps")]}
+    runs[0].records[3]["gen/stepless"] = 0.7
+    runs[1].records[18]["gen/reward"] = None  # one of the last tenth
+    seen = well_and_ill(runs)
+    rows = [(row["now"], row["warning"], row["role"], row["runs"]) for row in seen["warned"]]
+    assert seen["fine"] == [["sampling explores", []]] and rows == [
+        (True, "no rollout could be scored", "generator",
+         [{"run": "chain-tango-s1", "now": True, "text": "at step 18, in 1 of 20"}]),
+        (False, "answers without steps", "generator",
+         [{"run": "chain-tango-s0", "now": False, "text": "70.0% at step 3, in 1 of 20"}])]
+
+
+def test_the_first_screen_has_the_scores_that_a_recipe_has_and_three_solutions(tmp_path):
+    own = read_run(make_other_run(tmp_path, "chain-own-s0", ("judge",), {"jud/auc": 0.5}, {"jud/auc": 0.75}))
+    (score,) = progress([own])
+    assert score == {"title": "jud/auc", "rows": [{"arm": "own", "first": "0.500", "last": "0.750", "seeds": 1,
+                                                   "change": "+0.250", "half": None}]}
+    own.points = own.points[:1]
+    assert progress([own])[0]["rows"][0]["last"] is None  # under way
+    assert latest(own) == {"held_out": False, "step": 0, "cards": []}
+    own.rollouts = [{**ROLLOUT, "role": "judge", "step": step, "problem": problem}
+                    for step, problem in ((1, "a"), (2, "b"), (2, "b"), (2, "b"), (2, "c"))]
+    assert [card["problem"] for card in latest(own)["cards"]] == ["b", "c", "b"] and latest(own)["step"] == 2
+    tango = made(tmp_path, "chain-tango-s0", 0, [0.1, 0.2], [0.7, 0.8])
+    assert [score["title"] for score in progress([tango])] == [
+        EVALS[name] for name in ("gen/pass1_in", "ver/step_f1_fixed", "gen/pass1_out")]
+    assert progress([read_run(make_other_run(tmp_path, "blind", ("judge",), {}, {}))]) == []

@@ -5,13 +5,13 @@ from nanochat.recipes.tango._judged import Judged
 from nanochat.rl.credit.rewards import format_reward, terminal_rewards
 from nanochat.rl.measure.observe import (gathered_verdict_scores, log_rewards, log_variances, passed_by_error,
                                          verification_columns)
+from nanochat.rl.measure.watched import LENIENT
 from nanochat.rl.play.play import Play
 from nanochat.rl.records.prompts import Verification
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.judge_evals import judge_scores
 
 MOVING_DECAY = 0.8  # of the share of wrong steps that pass
-LENIENT = 0.3  # a run warns while more than this share of the generator's wrong steps passes
 
 
 def observe_judged(t: Play, solutions: Rollouts, judged: Judged, alpha: float) -> None:

@@ -9,42 +9,31 @@ from importlib.resources import files
 from statistics import mean, stdev
 
 from nanochat.rl.learn.roles import short_name
-from nanochat.rl.measure.scores import verdict_scores
-from nanochat.rl.records.outcomes import reworded
 from nanochat.rl.report.cards import card, cards
 from nanochat.rl.report.fields import as_written, is_number
-from nanochat.rl.report.report import (ACCURACY, EVALS, INDICATORS, Run, arm_order, compare, comparison,
-                                       is_count, provenance, read_run, steps_of)
+from nanochat.rl.report.first_screen import latest, progress, records_of, well_and_ill
+from nanochat.rl.report.report import (ACCURACY, EVALS, INDICATORS, Run, arms_of, compare, comparison, is_count,
+                                       provenance, read_run, steps_of)
+from nanochat.rl.report.titles import axis_of, difference_of, scale_of, scores_in, title_of, unit_of, value_of
 from nanochat.storage.files import whole_file
 from tasks import flags_of_others
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; arms beyond them start over with dashes, then with
-# dots.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#B59F00")
+# Those of Okabe and Ito's colours, which colour-blind readers can tell apart, that stand out on white and on black;
+# arms beyond them start over with dashes, then with dots.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7F7F7F")
 DASHES = {"none": "-", "6 3": "--", "2 2": ":"}  # SVG's and matplotlib's
 PANELS = [(ACCURACY, "gen_step"), ("gen/pass1_out", "gen_step"), (ACCURACY, "sampled_tokens"),
           *((name, "ver_step") for name in EVALS if name.endswith(("_fixed", "_fixed_out"))),
           ("ver/step_f1_current", "gen_step"), *((name, "gen_step") for name in INDICATORS)]
-# A metric that is not among them is titled by its name.
-TITLES = EVALS | INDICATORS | {
-    "gen/alpha": "weight of step rewards (alpha)", "gen/wrong_passed": "wrong steps passed, moving average",
-    "ver/balanced_acc": "verifier balanced accuracy, in training", "ver/step_f1": "verifier step F1, in training"}
-# Names of metrics that are shares, under any role's prefix: from 0 to 100 percent in every report.
-SHARES = ({*verdict_scores([]), *(name.partition("/")[2] for name in EVALS), "alpha", "wrong_passed", "step_label_mean",
-           "rewards/step/mean", "frac_ranking_reversed", "frac_reward_zero_std", "accuracy", "pair_accuracy",
-           "label_accuracy", "reward_accuracy", "majority_ratio", "step_auc", "pass1_lenient_in", "pass1_lenient_out"}
-          - {"step_outcome_corr"})
+# Where a generator that games its verifier shows it, beside its verdicts.
+GAMED = {"gen/reasoning_steps", "gen/step_length", "gen/frac_ranking_reversed", "gen/step_label_mean",
+         "gen/rewards/step/mean", "gen/wrong_passed"}
 # What every role logs that tells whether it is well.
 HEALTH = ("frac_reward_zero_std", "completions/clipped_ratio", "step_abstained", "unscorable", "entropy", "grad_norm",
           "kl", "skipped", "parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "verdicts/parse_fail",
           "verdicts/pred_pos_rate", "rollout_logprobs_diff_max")
 RELOAD_SECONDS = 20  # how often the page of a run that is under way reloads itself
 MOST_ROLLOUTS = 600
-
-
-def title_of(metric: str, run: Run) -> str:
-    """A metric's title, in the words of a run's task."""
-    return reworded(TITLES.get(metric, metric), run.words)
 
 
 def mean_curve(runs: list[Run], metric: str, x: str, in_order: bool = False) -> list[tuple]:
@@ -63,11 +52,6 @@ def mean_curve(runs: list[Run], metric: str, x: str, in_order: bool = False) -> 
     return rows
 
 
-def arms_of(runs: list[Run]) -> dict[str, list[Run]]:
-    """The runs by arm."""
-    return {arm: [run for run in runs if run.arm == arm] for arm in sorted({run.arm for run in runs}, key=arm_order)}
-
-
 def panels_of(runs: list[Run]) -> list[tuple]:
     """(metric, x, mean_curve by arm) of every panel that has a curve: PANELS, then the metrics that have no place
     there, over the steps of their role. Over the solving role's, where no run has moved theirs. runs: of one task."""
@@ -80,28 +64,21 @@ def panels_of(runs: list[Run]) -> list[tuple]:
     return [panel for panel in panels if any(panel[2].values())]
 
 
+def group_of(metric: str, runs: list[Run]) -> str:
+    """The title of the group of panels that a metric stands in. runs: of one task."""
+    if metric in EVALS or any(metric in scores_in(run) for run in runs):
+        return "Held-out scores"
+    if metric in GAMED or metric.startswith("gen/verdicts/"):
+        return "Is the verifier being gamed?"
+    roles = {short_name(role): role for run in runs for role in run.roles}
+    return f"In training: {roles.get(metric.partition('/')[0], 'other')}"
+
+
 def axes_of(runs: list[Run]) -> dict[str, str]:
     """What the counts of steps and tokens are called."""
     axes = {f"{short_name(role)}_step": f"{role} step" for run in runs for role in run.roles}
     solvers = " or ".join(dict.fromkeys(run.solver for run in runs))
     return axes | {"gen_step": f"{solvers} step", "sampled_tokens": "sampled tokens"}
-
-
-def axis_of(metric: str) -> tuple[int, int] | None:
-    """The ends of a metric's axis: shares are from 0 to 1, correlations from -1. None: it follows the values."""
-    name = metric.partition("/")[2]
-    if name.endswith("_corr"):
-        return -1, 1
-    return (0, 1) if name in SHARES or name.removeprefix("verdicts/") in SHARES else None
-
-
-def scale_of(metric: str) -> int:
-    """What a metric is multiplied by to be shown: shares are in percent."""
-    return 100 if axis_of(metric) == (0, 1) else 1
-
-
-def unit_of(metric: str) -> str:
-    return "%" if scale_of(metric) == 100 else ""
 
 
 def in_percent(metric: str, points: list[tuple]) -> list[tuple]:
@@ -167,10 +144,10 @@ def health(run: Run) -> list[dict]:
             rows.append({"name": name, "early": round(mean(early), 4), "late": round(mean(late), 4)})
 
     for role in run.roles:
-        records, prefix = [r for r in run.records if role in r["role"].split("+")], short_name(role) + "/"
+        records, prefix = records_of(run, role), short_name(role) + "/"
         names = [prefix + name for name in (*HEALTH, *(n.removeprefix("gen/") for n in INDICATORS))]
         for name in dict.fromkeys([*names, *(n for n in indicators if n.startswith(prefix))]):
-            add(name, records or run.records)
+            add(name, records)
     if any(r.get("without_update") for r in run.records):
         add("without_update", [{"without_update": r.get("without_update", 0)} for r in run.records])
     return rows
@@ -178,27 +155,25 @@ def health(run: Run) -> list[dict]:
 
 def scores_of(run: Run) -> list[list[str]]:
     """What the held-out evaluations of a run say: name, first, last and change, as texts."""
-    rows, indicators = [], {*INDICATORS, *(run.config.get("shown") or ())}
-    for name in run.points[-1]:
+    rows = []
+    for name in scores_in(run):
         values = [point[name] for point in run.points if point.get(name) is not None]
-        if not is_count(name) and name not in indicators and values:
-            scale, digits = scale_of(name), 1 if scale_of(name) == 100 else 3
-            first, last = (scale * value for value in (values[0], values[-1]))
-            rows.append([title_of(name, run), f"{first:.{digits}f}{unit_of(name)}",
-                         f"{last:.{digits}f}{unit_of(name)}", f"{last - first:+.{digits}f}"])
+        rows.append([title_of(name, run), value_of(name, float(values[0])), value_of(name, float(values[-1])),
+                     difference_of(name, values[-1] - values[0])])
     return rows
 
 
 def task_of_page(of_task: list[Run], rows: list[dict]) -> dict:
     """The curves and the comparison of the runs of one task; a single run has none to be compared with."""
-    labels = axes_of(of_task)
-    panels = [{"title": title_of(metric, of_task[0]), "x": labels[x], "unit": unit_of(metric),
-               "range": axis_of(metric) and [scale_of(metric) * end for end in axis_of(metric)],
-               "curves": {arm: in_percent(metric, points) for arm, points in curves.items()}}
-              for metric, x, curves in panels_of(of_task)]
+    labels, groups = axes_of(of_task), {}
+    for metric, x, curves in panels_of(of_task):
+        groups.setdefault(group_of(metric, of_task), []).append(
+            {"title": title_of(metric, of_task[0]), "x": labels[x], "unit": unit_of(metric),
+             "range": axis_of(metric) and [scale_of(metric) * end for end in axis_of(metric)],
+             "curves": {arm: in_percent(metric, points) for arm, points in curves.items()}})
     columns, table = comparison([row for row in rows if row["task"] == of_task[0].task])
-    return {"name": of_task[0].task, "arms": list(arms_of(of_task)), "panels": panels, "columns": columns,
-            "table": table if len(of_task) > 1 else []}
+    return {"name": of_task[0].task, "arms": list(arms_of(of_task)), "progress": progress(of_task), "groups": groups,
+            "columns": columns, "table": table if len(of_task) > 1 else []}
 
 
 def run_of_page(run: Run, most_rollouts: int) -> dict:
@@ -209,7 +184,9 @@ def run_of_page(run: Run, most_rollouts: int) -> dict:
         rollouts = cards(run.rollouts, run.solver, most_rollouts)
     with as_written(f"{run.name}: examples.jsonl"):
         examples = [card(example, run.solver) for example in run.examples]
-    return {"name": run.name, "task": run.task, "arm": run.arm, "settings": settings,
+    with as_written(f"{run.name}: {'examples' if run.examples else 'rollouts'}.jsonl"):
+        now = latest(run)
+    return {"name": run.name, "task": run.task, "arm": run.arm, "settings": settings, "latest": now,
             "versions": {k: v for k, v in run.config.items() if k != "args"}, "minutes": run.summary["minutes"],
             "scores": scores_of(run), "health": health(run), "num_rollouts": len(run.rollouts),
             "rollouts": rollouts, "examples": examples}
@@ -217,15 +194,15 @@ def run_of_page(run: Run, most_rollouts: int) -> dict:
 
 def write_page(runs: list[Run], rows: list[dict], path: str, most_rollouts: int = MOST_ROLLOUTS,
                live: dict | None = None) -> None:
-    """report.html, whole or not at all, without any address outside itself: curves, scores or a comparison, settings,
-    health indicators and about `most_rollouts` rollouts. rows: of `report.compare`; live: of a run that is under way,
-    {"state": what it is doing, "minutes_left", "is_alive"}: then the page reloads itself."""
+    """report.html, whole or not at all, without any address outside itself: the first screen, curves, scores or a
+    comparison, settings, health indicators and about `most_rollouts` rollouts. rows: of `report.compare`; live: of a
+    run that is under way, {"state": what it is doing, "minutes_left", "is_alive"}: then the page reloads itself."""
     tasks = [task_of_page([run for run in runs if run.task == task], rows)
              for task in dict.fromkeys(run.task for run in runs)]
     title = ", ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} more" if runs[3:] else "")
     data = {"title": title, "made": provenance(runs), "about": runs[0].config.get("about"),
             "live": live and {**live, "every": RELOAD_SECONDS, "written": int(time.time())},
-            "colours": COLOURS, "dashes": list(DASHES), "tasks": tasks,
+            "colours": COLOURS, "dashes": list(DASHES), "tasks": tasks, "health": well_and_ill(runs),
             "runs": [run_of_page(run, most_rollouts // len(runs)) for run in runs]}
     # "<" never appears in the data: no text of a model can close the script element that holds it.
     text = json.dumps(rounded(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -366,6 +366,11 @@ def arm_order(arm: str) -> tuple:
     return arm != "tango", arm != BASELINE, arm
 
 
+def arms_of(runs: list[Run]) -> dict[str, list[Run]]:
+    """The runs by arm."""
+    return {arm: [run for run in runs if run.arm == arm] for arm in sorted({run.arm for run in runs}, key=arm_order)}
+
+
 def learned(baseline: Run | None) -> bool:
     """Whether there is a baseline that ends above where it began: otherwise there is nothing to reach."""
     return baseline is not None and (baseline.points[-1][ACCURACY] or 0) > (baseline.points[0][ACCURACY] or 0)

@@ -7,6 +7,7 @@ from nanochat.common import Diverged, dtype_name, print0
 from nanochat.rl.learn.roles import short_name
 from nanochat.rl.learn.trainer import score
 from nanochat.rl.measure.evals import PASS_AT_1, sampled_scores
+from nanochat.rl.measure.watched import APART_BY, warnings_in
 from nanochat.rl.play.play import Play, warn_once
 from nanochat.rl.records.outcomes import reworded
 
@@ -78,11 +79,7 @@ def step_of_role(record: dict, role: str, shown: list[str]) -> str:
         text += f" | len {number(get('completions/mean_length'), 1)}"
     text += f" | entropy {number(get('entropy'))} | grad {number(get('grad_norm'), 2)}"
     text += shown_of(record, role, shown)
-    text += " | WARNING: lenient verifier" if get("lenient") else ""
-    text += " | WARNING: answers without steps" if (get("stepless") or 0) > 0.5 else ""
-    text += " | WARNING: constant verifier" if get("pred_pos_rate") in (0.0, 1.0) else ""
-    text += " | WARNING: sampler and trainer differ" if get("rollout_apart") else ""
-    return text + (" | SKIPPED: not finite" if get("skipped") else "")
+    return text + "".join(f" | WARNING: {watched.warning}" for watched in warnings_in(record, role))
 
 
 def logprob_gap(t: Play, role: str) -> float:
@@ -94,7 +91,6 @@ def logprob_gap(t: Play, role: str) -> float:
     return torch.cat(gaps).abs().max().item()
 
 
-APART_BY = "it is likely sampled from other weights, or what was sampled was changed after it"
 # Largest difference of logprobs that two ways to add up the same numbers may have. bf16 logits of 16 to 32 are spaced
 # .125: each of the two logits that make a logprob may be off by half of that, in either of the two ways.
 LARGEST_GAP = {torch.float32: 0.1, torch.bfloat16: 0.5}
