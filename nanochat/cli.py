@@ -74,11 +74,7 @@ def script_main(main, parser, argv: list[str] | None = None, is_shown: bool = Fa
     code = 0
     try:
         check_one_copy(getattr(sys.modules["__main__"], "__file__", None) or "")
-        check_text(argv)
-        parser = parser(argv) if callable(parser) else parser
-        explain = functools.partial(explain_unknown_flag, known=list(parser._option_string_actions))
-        parser.error = functools.partial(refuse, getattr(parser, "explain", explain))  # one line instead of the usage
-        main(parse_flags(parser, argv))
+        main(read_flags(parser, argv))
         code = int(is_shown and getattr(sys.stdout, "name", "") == os.devnull)  # print0 put it there
     except BadInput as error:
         complain(f"error: {error}")
@@ -234,6 +230,15 @@ def similar(flag: str, known: list[str]) -> list[str]:
 class Flags(argparse.Namespace):
     """Parsed flags. explicit: the names of those that the user wrote, which vars() does not have."""
     __slots__ = ("explicit",)
+
+
+def read_flags(parser, argv: list[str]) -> Flags:
+    """A script's flags. parser: as for script_main. Raises BadInput, also for what argparse refuses."""
+    check_text(argv)
+    parser = parser(argv) if callable(parser) else parser
+    explain = functools.partial(explain_unknown_flag, known=list(parser._option_string_actions))
+    parser.error = functools.partial(refuse, getattr(parser, "explain", explain))  # one line instead of the usage
+    return parse_flags(parser, argv)
 
 
 def parse_flags(parser, argv: list[str]) -> Flags:

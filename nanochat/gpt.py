@@ -57,6 +57,14 @@ class Linear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
+class Embedding(nn.Embedding):
+    """An embedding that draws no weights where it has no memory: torch would import its compiler to do so, 2 s."""
+
+    def reset_parameters(self):
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 def rotary(positions: torch.Tensor, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """cos, sin of the rotary angles. positions (B, T) -> two of (B, T, 1, D/2)."""
     channel = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
@@ -296,7 +304,7 @@ class GPT(nn.Module):
         rows = -(-config.vocab_size // 64) * 64  # padded to a multiple of 64
         kv_dim = config.n_kv_head * config.head_dim
         self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(rows, config.n_embd),
+            "wte": Embedding(rows, config.n_embd),
             "h": nn.ModuleList([Block(config, i) for i in range(config.n_layer)]),
         })
         self.lm_head = Linear(config.n_embd, rows, bias=False)
@@ -306,7 +314,7 @@ class GPT(nn.Module):
         self.smear_lambda = nn.Parameter(torch.zeros(1))
         self.backout_lambda = nn.Parameter(torch.zeros(1))
         layers = [i for i in range(config.n_layer) if has_value_embedding(i, config.n_layer)]
-        self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(rows, kv_dim) for i in layers})
+        self.value_embeds = nn.ModuleDict({str(i): Embedding(rows, kv_dim) for i in layers})
         if not config.window_pattern or set(config.window_pattern.upper()) - set("SL"):
             raise BadInput(f"window pattern {config.window_pattern!r}: must be made of S (short) and L (long)")
         self.windows = [self._window(i) for i in range(config.n_layer)]

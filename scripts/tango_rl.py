@@ -14,10 +14,11 @@ import os
 import time
 from contextlib import suppress
 from functools import partial
+from types import ModuleType
 
 from nanochat import recipes
 from nanochat.checkpoint import describe_disk, saved_steps, saying_what_is_whole
-from nanochat.cli import flag_defaults, new_parser, script_main
+from nanochat.cli import flag_defaults, new_parser, read_flags, script_main
 from nanochat.common import BadInput, CannotWrite, Diverged, StopRequested, dtype_name, finite, gather_lists, print0
 from nanochat.hf.files import read_json
 from nanochat.rl.learn.roles import check_same_weights, short_name, trained_roles
@@ -62,13 +63,30 @@ def main(args) -> None:
     if args.list_recipes:
         print0("\n".join(recipes.describe()))
         return
-    recipe = recipes.load(args.recipe)
-    t = prepare(args, recipe, flag_defaults(make_parser(["--recipe", args.recipe])))
-    if t is None:
-        return
-    with saying_what_is_whole(lambda: saved_steps(args.run),
-                              f"the same flags, --run {args.run} and --resume-from-step auto"), t.run.writer:
+    t, recipe = prepared(args)
+    if t is not None:
         carry_out(t, recipe)
+
+
+# In a program or a notebook: t, recipe = begin(["--model-tag", "d4"]), and carry_out(t, recipe)
+
+def begin(flags: list[str]) -> tuple[Play | None, ModuleType]:
+    """The run that these flags ask for, ready for its first step, and its recipe. The run is None with --dry-run.
+    Raises BadInput."""
+    return prepared(read_flags(make_parser, flags))
+
+
+def prepared(args) -> tuple[Play | None, ModuleType]:
+    """The same of parsed flags."""
+    recipe = recipes.load(args.recipe)
+    return prepare(args, recipe, flag_defaults(make_parser(["--recipe", args.recipe]))), recipe
+
+
+def carry_out(t: Play, recipe) -> None:
+    """The run from where it is to its end: evaluation, steps, evaluation, summary. A request to stop saves it first."""
+    how = f"the same flags, --run {t.args.run} and --resume-from-step auto"
+    with saying_what_is_whole(lambda: saved_steps(t.args.run), how), t.run.writer:
+        _carry_out(t, recipe)
 
 
 # The loop
@@ -90,8 +108,7 @@ def train(t: Play, recipe) -> None:
     check_same_weights(t.roles, t.step)
 
 
-def carry_out(t: Play, recipe) -> None:
-    """The run from where it is to its end: evaluation, steps, evaluation, summary. A request to stop saves it first."""
+def _carry_out(t: Play, recipe) -> None:
     args, run, is_resumed = t.args, t.run, t.run.resumed_from is not None
     print0(f"run {args.run} in {run.folder}: {recipes.short(args.recipe)} on {run.world} x {t.device}, "
            f"{dtype_name(next(iter(t.roles.values())).model.compute_dtype)}"

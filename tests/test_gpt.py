@@ -9,6 +9,7 @@ from test_decode_cache import decoded
 from nanochat.attention import PADDING_POSITION, KVCache, Mask
 from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig, rotary
+from nanochat.hf.decoder import Decoder, DecoderConfig
 
 
 def tiny_model(n_layer=4, n_head=4, n_kv_head=2, n_embd=48, sequence_len=256, window_pattern="SSL", seed=0):
@@ -265,3 +266,12 @@ def test_fresh_weights_follow_the_seed():
         states.append(model.state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert not torch.equal(states[0]["transformer.wte.weight"], states[2]["transformer.wte.weight"])
+
+
+def test_a_model_without_memory_draws_no_weights(monkeypatch):
+    """Drawing them there imports torch's compiler, which takes longer than to load a small model."""
+    monkeypatch.setattr(torch.nn.init, "normal_", lambda *args, **options: pytest.fail("weights were drawn"))
+    decoder = DecoderConfig("llama", 64, 265, 1, 2, 2, 32, 16, 64, 1e-5, 1e4, None, False, False, False, False, False)
+    with torch.device("meta"):
+        assert GPT(GPTConfig(64, 265, 1, 2, 2, 32, "L")).transformer.wte.weight.is_meta
+        assert Decoder(decoder).model.embed_tokens.weight.is_meta

@@ -270,7 +270,7 @@ class Decoder(nn.Module):
         self.frequencies, self.rope_factor = None, 1.0
         self.vocab_size, self.windows = config.vocab_size, [config.sequence_len] * config.n_layer
         self.model = nn.ModuleDict({
-            "embed_tokens": nn.Embedding(config.vocab_size, config.n_embd),
+            "embed_tokens": gpt.Embedding(config.vocab_size, config.n_embd),
             "layers": nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
             "norm": Norm(config.n_embd, config.norm_eps),
         })

@@ -44,6 +44,16 @@ def score(model, batch: MicroBatch, temperature: float) -> torch.Tensor:
     return logprobs
 
 
+def batch_loss(model, batch: MicroBatch, loss: PolicyLoss, temperature: float) -> tuple[torch.Tensor, ...]:
+    """A micro-batch's share of the loss, a scalar whose backward pass adds its gradients. -> it, and the logprobs and
+    entropies (M,) of its trained tokens without gradient"""
+    hidden = batch.at_trained(completion_hidden(model, batch))  # (M, C)
+    targets, advantages, weights = (batch.at_trained(x) for x in (batch.targets, batch.advantages, batch.weights))
+    return linear_policy_loss(hidden, model.lm_head.weight, targets, advantages, weights, loss=loss,
+                              old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs,
+                              **model.head_options(temperature))
+
+
 @torch.enable_grad()  # a recipe may have left it off
 def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float, max_grad_norm: float,
            temperature: float, device, check_stop=lambda: None, breaks_off=lambda: False) -> dict:
@@ -67,11 +77,7 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
             logprobs = score(role.model, batch, temperature)
             batch = replace(batch, old_logprobs=sequence_old_logprobs(  # by which a token's ratio is its row's
                 logprobs, batch.old_logprobs, batch.index // T, B))
-        hidden = batch.at_trained(completion_hidden(role.model, batch))  # (M, C)
-        targets, advantages, weights = (batch.at_trained(x) for x in (batch.targets, batch.advantages, batch.weights))
-        total, logprobs, entropy = linear_policy_loss(
-            hidden, role.model.lm_head.weight, targets, advantages, weights, loss=loss, old_logprobs=batch.old_logprobs,
-            ref_logprobs=batch.ref_logprobs, **role.model.head_options(temperature))
+        total, logprobs, entropy = batch_loss(role.model, batch, loss, temperature)
         total.backward()
         sums += token_sums(batch, loss, total.detach(), logprobs, entropy)
         if len(batch.index):

@@ -121,6 +121,11 @@ class Play:
         """How far a role is through its updates of the run, from 0 at its first to 1 at its last."""
         return min(1.0, self.steps[role] / max(1, self.totals[role] - 1))
 
+    def begin_step(self) -> None:
+        """Forgets what a step has drawn and logged. The state is left as it is: the same draws come again."""
+        self.num_drawn, self.sampled, self.done, self.drawn, self.metrics, self.seconds = 0, 0, set(), {}, {}, {}
+        self.has_moved, self.moved = False, set()
+
     # Problems and prompts
 
     def problems(self, num: int | None = None, split: str = "rl", labelled: bool = False) -> list[Problem]:

@@ -28,8 +28,8 @@ def make_step(t: Play, recipe, counted: str, most: int) -> None:
     before, random_state = t.state.snapshot(), torch.get_rng_state()
     # the step has the copy: what its memory shared with weights, a continued run would not share either
     t.state.memory, before.memory = before.memory, t.state.memory
-    t.num_drawn, t.sampled, t.done, t.drawn, t.metrics, t.seconds = 0, 0, set(), {}, {}, {}
-    t.has_moved, t.moved, started = False, set(), time.time()
+    t.begin_step()
+    started = time.time()
     try:
         scores = evaluate_if_due(t, recipe, counted)
         evaluated = time.time()
