@@ -23,7 +23,7 @@ from nanochat.hf.hub import check_repo_name, claim_repo, push_folder
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.own_code import is_file, short
 from nanochat.rl.run.progress import score_rows
-from nanochat.storage.files import path_of, read_json, read_records, reading, whole_file
+from nanochat.storage.files import found_at, path_of, read_json, read_records, reading, whole_file
 from scripts import chat_sft, tango_rl
 from tasks import format_of
 from tasks.formats import PROMPTS, Format
@@ -155,7 +155,7 @@ def check_target(args) -> tuple[str, bool]:
 def main(args) -> None:
     target, is_gguf = check_target(args)
     step = find_step(args.stage, args.model_tag, None if args.step < 0 else args.step)
-    path = path_of(args.stage, args.model_tag, f"meta_{step:06d}.json")
+    path = found_at(args.stage, args.model_tag, f"meta_{step:06d}.json")
     meta, config = load_meta(path)
     if not isinstance(config, DecoderConfig):
         raise BadInput(f"--model-tag {args.model_tag}: is nanochat's own model, which transformers does not know; "

@@ -97,7 +97,8 @@ def measure(name: str, setting: Setting) -> dict[str, int]:
 
 @pytest.mark.parametrize("name, recompute", [("gpt", False), ("tied", True)])
 def test_planned_memory_is_what_is_allocated_in_fp32(name, recompute):
-    """What stays to 2%, an update to 7%, sampling to 12%. Without the compiled kernels more is kept: 20% and 15%."""
+    """What stays to 2%, an update to 7%, sampling to 12%. Without the compiled kernels more is kept: 20% and 15%. With
+    recomputing the plan of an update is 0 to 9% above: it has the logits and a whole block at once."""
     setting = replace(SETTING, recompute=recompute)
     measured, sequence = measure(name, setting), (PROMPT, NEW)
     of_update, of_sampling = (0.07, 0.12) if library() else (0.20, 0.15)
@@ -105,7 +106,10 @@ def test_planned_memory_is_what_is_allocated_in_fp32(name, recompute):
             ("resident", sum(resident_bytes(CONFIGS[name], setting, Held()).values()), 0.02),
             ("update", sum(update_bytes(CONFIGS[name], setting, GROUP, *sequence).values()), of_update),
             ("sampling", sampling_bytes(CONFIGS[name], setting, PROMPTS, GROUP, *sequence), of_sampling)):
-        assert planned_bytes == pytest.approx(measured[kind], rel=share), kind
+        if kind == "update" and recompute and library():
+            assert measured[kind] <= planned_bytes <= 1.09 * measured[kind]
+        else:
+            assert planned_bytes == pytest.approx(measured[kind], rel=share), kind
 
 
 @pytest.mark.skipif(library() is None, reason="PyTorch's own operations keep more")
