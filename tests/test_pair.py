@@ -13,6 +13,7 @@ from nanochat.cli import script_main
 from nanochat.rl.report.page import write_page
 from nanochat.rl.report.report import compare, read_run, run_folder
 from nanochat.storage.files import PAIR, found_at, path_of
+from nanochat.tokenizer import Tokenizer
 from scripts import chat_cli, chat_sft, demo, tango_rl, verifier_eval
 
 MODELS = [("sft", "pair"), ("sft", "pair-ver"), ("rl", "pair-gen"), ("rl", "pair-ver")]
@@ -89,6 +90,13 @@ def test_what_the_base_directory_has_goes_first_and_the_names_are_taken(base, ca
     with pytest.raises(SystemExit):
         run(chat_cli, "-g", "pair", "-p", "1+1")
     assert "no checkpoint pair in" in capsys.readouterr().err
+
+
+def test_beside_another_tokenizer_it_is_refused(base, capsys):
+    Tokenizer.train(iter(["abab abcabc"] * 9), 267).save(str(base / "tokenizer"))
+    with pytest.raises(SystemExit):
+        run(demo)
+    assert "name another folder with NANOCHAT_BASE_DIR" in (said := capsys.readouterr().err) and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("stage, tag", MODELS)
