@@ -153,8 +153,8 @@ def check_tokenizer(meta: dict, path: str) -> None:
         is_imported = os.path.exists(os.path.join(folder, "tokenizer.json"))
         now = mark_of(read_files(folder)) if is_imported else Tokenizer.load(folder).mark()
     if None not in (before, now) and before != now:
-        raise BadInput(f"{path}: its model was made with another tokenizer than the one in {folder}: put that one back, "
-                       f"or name another folder with NANOCHAT_BASE_DIR")
+        raise BadInput(f"{path}: its model was made with another tokenizer than the one in {folder}: put that one "
+                       f"back, or name another folder with NANOCHAT_BASE_DIR")
 
 
 def load_meta(path: str) -> tuple[dict, GPTConfig | DecoderConfig]:
