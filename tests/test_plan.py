@@ -92,7 +92,8 @@ def measure(name: str, setting: Setting) -> dict[str, int]:
     resident = allocated(make)[1]
     sample = lambda: generate(found[0].model, [prompt.ids for prompt in batch.prompts], GROUP, max_new_tokens=NEW,
                               stop_tokens=[], keys=list(range(PROMPTS * GROUP)))
-    return {"resident": resident, "update": allocated(lambda: step(found[0], batch))[0], "sampling": allocated(sample)[0]}
+    return {"resident": resident, "update": allocated(lambda: step(found[0], batch))[0],
+            "sampling": allocated(sample)[0]}
 
 
 @pytest.mark.parametrize("name, recompute", [("gpt", False), ("tied", True)])
