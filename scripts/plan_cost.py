@@ -15,12 +15,12 @@ import torch
 from nanochat.cli import at_least, new_parser, script_main
 from nanochat.common import BadInput, print0
 from nanochat.flops import PEAK_FLOPS, flops_per_token, muon_flops
-from nanochat.gpt import GPT, config_of
+from nanochat.gpt import config_of
 from nanochat.recipes.policy import grpo
 from nanochat.recipes.tango import tango
 from nanochat.rl.records.prompts import empty_verifier_prompt
 from nanochat.rl.run.flags import with_times
-from nanochat.rl.run.memory import Held, PlannedDraw, Setting
+from nanochat.rl.run.memory import Held, PlannedDraw, Setting, model_of
 from nanochat.rl.run.plan import BANDWIDTH, DISK_SPEED, Speed, describe_stop, draw_seconds, planned, sampling_seconds
 from nanochat.tokenizer import MIN_VOCAB_SIZE
 from scripts import base_eval, base_train, chat_sft, tango_rl
@@ -128,8 +128,7 @@ def evaluation_rows(args, base_eval_args, model, speed: Speed) -> list[tuple[str
 
 def main(args) -> None:
     base = parse(base_train, args.base, "--data", "none")
-    with torch.device("meta"):
-        model = GPT(config_of(base, args.vocab_size), torch.bfloat16)
+    model = model_of(config_of(base, args.vocab_size), torch.bfloat16)
     rl, text_eval = parse(tango_rl, args.rl), parse(base_eval, args.base_eval)
     peak = PEAK_FLOPS[args.gpu]
     stages = [("pretraining", *pretraining_flops(args, base, model)),

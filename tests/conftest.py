@@ -82,14 +82,16 @@ def short_starts():
 
 
 def shorten_starts() -> None:
-    """A start looks at few problems, not at 400; pretraining does not measure the machine; a configuration is tried
-    once: each takes much of a short run's time."""
+    """A start looks at few problems and examples, not at hundreds; pretraining does not measure the machine; a
+    configuration is tried once: each takes much of a short run's time."""
     from nanochat import checkpoint
     from nanochat.rl.records.outcomes import problems_of
     from nanochat.rl.run import flags
+    from nanochat.rl.verify import demonstrations
     from scripts import base_train
     flags.problems_of = lambda task, split, num: problems_of(
         task, split, FEW if num < 0 and not hasattr(task, "num_problems") else num)
+    demonstrations.NUM_FIRST = 64
     base_train.machine_speed = lambda device, dtype: (1e11, 1e10)
     check_config, sound = checkpoint.check_config, set()
 

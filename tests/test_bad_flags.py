@@ -128,6 +128,7 @@ def place(furnished, tmp_path, monkeypatch):
             known[key] = read(path)
         return known[key]
     monkeypatch.setattr(roles, "fingerprint", fingerprint_once)
+    monkeypatch.setattr(verifier_eval, "load_model", functools.cache(verifier_eval.load_model))
     opened = functools.cache(lambda *sources: open_rows(list(sources)))
     monkeypatch.setattr(dataloader, "open_rows", lambda sources: opened(*sources))
     return tmp_path

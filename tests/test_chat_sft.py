@@ -20,6 +20,7 @@ from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.rl.records.prompts import generator_prompt
 from nanochat.rl.report.report import check_finished
+from nanochat.rl.verify import demonstrations
 from nanochat.storage.files import path_of
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_sft, tok_train
@@ -236,7 +237,8 @@ def test_a_conversation_that_is_too_long_is_encoded_once_and_a_huge_one_never(ba
 def test_conversations_none_of_which_fits_are_refused(base, tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps(CHATS[2]) + "\n")
-    with pytest.raises(BadInput, match="long.jsonl: none of the first 256 fits the context of 128"):
+    num = demonstrations.NUM_FIRST // 2  # every other one is a conversation
+    with pytest.raises(BadInput, match=f"long.jsonl: none of the first {num} fits the context of 128"):
         train("--model-tag", "a", "--conversations", str(path))
     assert list_steps("sft", "a") == []
 
@@ -318,7 +320,7 @@ def test_what_was_trained_before_a_demonstration_that_does_not_fit_is_saved(base
     problem = Chain.problem
     train("--model-tag", "whole")
     with monkeypatch.context() as other:
-        other.setattr(chat_sft.Examples, "check", lambda self: [])  # it looks at the first 512
+        other.setattr(chat_sft.Examples, "check", lambda self: [])  # it looks at the first ones
         other.setattr(Chain, "solution_demo", lambda self, problem, rng: "1" * 200 if problem.index == 20 else "1=1;")
         with pytest.raises(BadInput, match="too short: demonstration 20 of .*; the model after step 2 is saved$"):
             train("--model-tag", "a")
@@ -484,5 +486,6 @@ def test_demonstrations_that_the_model_could_not_write_are_said(base, capsys):
     assert "longer than" not in capsys.readouterr().out
     train("--model-tag", "b", "--max-new-tokens", "9", "--num-steps", "1")
     examples = examples_of()
-    long = sum(sum(examples(i)[1]) > 9 for i in range(512))
-    assert f"{long} of the first 512 demonstrations are longer than the --max-new-tokens 9 " in capsys.readouterr().out
+    long = sum(sum(examples(i)[1]) > 9 for i in range(demonstrations.NUM_FIRST))
+    assert (f"{long} of the first {demonstrations.NUM_FIRST} demonstrations are longer than the --max-new-tokens 9 "
+            in capsys.readouterr().out)

@@ -1,5 +1,6 @@
 """Experiments: the flags of their tables, how jobs are run, the table by hand. A shell script stands in for python."""
 import csv
+import functools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from dev.experiments.arms import (ALONE, DIALS, LISTS, PAYS, TASKS, Setup, all_a
                                   setups_of, starts_of)
 from dev.experiments.jobs import Job, check_made_alike, job_of, keep_flags, log_of, runs_of, stages_of
 from nanochat import recipes
-from nanochat.cli import script_main
+from nanochat.cli import parse_flags, script_main
 from nanochat.common import BadInput
 from nanochat.rl.report.page import draw_curves
 from nanochat.rl.report.report import Run
@@ -210,6 +211,11 @@ def test_a_setting_sets_a_constant_alpha_the_kl_and_the_labels_of_all_arms(dial,
         assert args.labelled_share == (1 if num and args.recipe == "grpo" else 0.5)  # others teach it nothing
 
 
+@functools.cache
+def parser_of(script, recipe: str):
+    return script.make_parser(["--recipe", recipe]) if script is tango_rl else script.make_parser()
+
+
 def test_every_job_has_flags_that_its_script_takes():
     made = [*every_family_and_verifier(), of_smol(list(arms_smol.ARMS))]
     for e in [one("--task", task) for task in TASKS]:
@@ -223,7 +229,8 @@ def test_every_job_has_flags_that_its_script_takes():
         if job.module not in SCRIPTS:
             assert job.name in ("import-smollm2", "import-smollm2-low")
             continue
-        args = parse(SCRIPTS[job.module], job.flags.split())
+        flags = job.flags.split()
+        args = parse_flags(parser_of(SCRIPTS[job.module], recipes.recipe_of(flags, "tango")), flags)
         if job.module == "scripts.tango_rl":
             recipe = recipes.load(args.recipe)
             check_args(args, 1)

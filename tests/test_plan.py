@@ -58,12 +58,12 @@ def allocated(action) -> tuple[int, int]:
     return peak, now
 
 
-def rollouts() -> Rollouts:
+def rollouts(prompt: int = PROMPT, new: int = NEW) -> Rollouts:
     draw, N = torch.Generator().manual_seed(0), PROMPTS * GROUP
-    prompts = [Prompt(torch.randint(VOCABULARY, (PROMPT,), generator=draw).tolist()) for _ in range(PROMPTS)]
-    tokens = torch.randint(VOCABULARY, (N, NEW), generator=draw)
-    return Rollouts(prompts, torch.arange(PROMPTS).repeat_interleave(GROUP), tokens, torch.zeros(N, NEW),
-                    torch.full((N,), NEW), torch.ones(N, dtype=torch.bool))
+    prompts = [Prompt(torch.randint(VOCABULARY, (prompt,), generator=draw).tolist()) for _ in range(PROMPTS)]
+    tokens = torch.randint(VOCABULARY, (N, new), generator=draw)
+    return Rollouts(prompts, torch.arange(PROMPTS).repeat_interleave(GROUP), tokens, torch.zeros(N, new),
+                    torch.full((N,), new), torch.ones(N, dtype=torch.bool))
 
 
 def model_of(name: str, dtype) -> GPT | Decoder:
@@ -75,9 +75,9 @@ def model_of(name: str, dtype) -> GPT | Decoder:
 def measure(name: str, setting: Setting) -> dict[str, int]:
     """Bytes: of what a role keeps, of the peaks of an update and of sampling beside it."""
     found, batch = [], rollouts()
-    def step(role):
+    def step(role, batch):
         weights = token_weights(batch.lengths, "token", NEW, lambda x: x)
-        batches = pack(batch, torch.randn(PROMPTS * GROUP, NEW), weights, setting.micro_batch_tokens, True)
+        batches = pack(batch, torch.randn(batch.tokens.shape), weights, setting.micro_batch_tokens, True)
         update(role, batches, PolicyLoss("ppo_clip", kl_coef=0.1), lr=1e-4, max_grad_norm=1.0, temperature=1.0,
                device=torch.device("cpu"))
     def make():
@@ -86,13 +86,14 @@ def measure(name: str, setting: Setting) -> dict[str, int]:
         role = Role("generator", model, parameters, adamw(parameters, 1e-4), copy_of(model))
         if setting.recompute:
             set_recompute(model, True, "model")
-        step(role)  # AdamW makes its moments in the first step
+        step(role, rollouts(2, 2))  # AdamW makes its moments in the first step
         inference_model(model)
         found.append(role)
     resident = allocated(make)[1]
     sample = lambda: generate(found[0].model, [prompt.ids for prompt in batch.prompts], GROUP, max_new_tokens=NEW,
                               stop_tokens=[], keys=list(range(PROMPTS * GROUP)))
-    return {"resident": resident, "update": allocated(lambda: step(found[0]))[0], "sampling": allocated(sample)[0]}
+    return {"resident": resident, "update": allocated(lambda: step(found[0], batch))[0],
+            "sampling": allocated(sample)[0]}
 
 
 @pytest.mark.parametrize("name, recompute", [("gpt", False), ("tied", True)])

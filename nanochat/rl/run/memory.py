@@ -78,16 +78,21 @@ class Sizes:
 
 
 def model_of(config: Config, dtype: torch.dtype = torch.float32):
-    """The model without its weights, on the meta device. dtype: of products."""
+    """The model without its weights, on the meta device: one for all that ask, to be looked at. dtype: of products."""
+    return _model(type(config), json.dumps(config.asdict()), dtype)
+
+
+@functools.lru_cache(16)  # laying out a model of 28 layers takes a while, also without its weights
+def _model(kind, shape: str, dtype: torch.dtype):
     with torch.device("meta"):
-        return (Decoder if isinstance(config, DecoderConfig) else GPT)(config, dtype)
+        return (Decoder if kind is DecoderConfig else GPT)(kind(**json.loads(shape)), dtype)
 
 
 def sizes_of(config: Config) -> Sizes:
     return _sizes(type(config), json.dumps(config.asdict()))
 
 
-@functools.cache  # laying out a model of 28 layers takes a while, also without its weights
+@functools.cache
 def _sizes(kind, shape: str) -> Sizes:
     config = kind(**json.loads(shape))
     model = model_of(config)

@@ -14,6 +14,8 @@ from nanochat.rl.verify.forms import FORMS, form_prompt, judged_together, one_ba
 from tasks.common import demo_of
 from tasks.conversations import load_conversations
 
+NUM_FIRST = 512  # examples that are looked at before the first step
+
 
 def demonstration(args, task, tokenizer, index: int, sampled: list, context: int,
                   split: str = "sft") -> tuple[list[int], list[int]]:
@@ -150,13 +152,13 @@ class Examples:
         self.num_checked = min(num_all, args.num_steps * args.examples_per_step)
 
     def check(self) -> list[int]:
-        """Trained tokens of the first 512 examples. Raises BadInput, now and not in the middle of training, when one of
-        these demonstrations, or of all of a finite task, or none of the conversations fits the context."""
-        for index in range(512, self.num_checked):
+        """Trained tokens of the first NUM_FIRST examples. Raises BadInput, now and not in the middle of training, when
+        one of these demonstrations, or of all of a finite task, or none of the conversations fits the context."""
+        for index in range(NUM_FIRST, self.num_checked):
             self.demonstration(index)
-        found = [self(i) for i in range(512)]
+        found = [self(i) for i in range(NUM_FIRST)]
         num_long = found.count(None)
-        if num_long and num_long == math.floor(512 * self.share):
+        if num_long and num_long == math.floor(NUM_FIRST * self.share):
             raise BadInput(f"--conversations {self.names}: none of the first {num_long} fits the context of "
                            f"{self.context}")
         return [sum(example[1]) for example in found if example]
