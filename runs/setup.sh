@@ -26,7 +26,7 @@ is_set_up() {  # what is interrupted, or older than pyproject.toml, or made by a
     [ -f .venv/installed ] && ! [ pyproject.toml -nt .venv/installed ] && .venv/bin/python -c "" 2> /dev/null
 }
 set_up() {  # the mark comes last, after all that it stands for
-    echo "Setting up .venv, once: 2.6 GB, about 2 minutes, without a word until it is done"
+    echo "Setting up .venv, once: 2.6 GB, 3 to 6 minutes, without a word until it is done"
     rm -f .venv/installed
     .venv/bin/python -c "" 2> /dev/null || rm -f .venv/bin/python*
     { .venv/bin/python -m pip --version &> /dev/null || "$PYTHON" -m venv .venv; } &&

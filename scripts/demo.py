@@ -54,7 +54,7 @@ def find_run(name: str) -> Run:
     if not name:
         ends = glob.glob(os.path.join(glob.escape(root), "*", "summary.json"))
         name = os.path.basename(os.path.dirname(max(ends, key=os.path.getmtime))) if ends else "pair"
-        print(one_line(f"the newest finished run: {name}" if ends else
+        print(one_line(f"the newest finished run: {name}; the project's own is called pair" if ends else
                        f"no finished run in {root}: this is the pair that comes with the project"))
     folder = run_folder(name)
     run = read_run(folder)

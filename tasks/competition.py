@@ -68,7 +68,7 @@ def text_of(row: dict, *columns: str) -> str:
         is_number = type(value) in (int, float, Decimal) and math.isfinite(value)
         if isinstance(value, str) or is_number:
             return str(value).strip()
-    raise ValueError(f"has no text for {' or '.join(columns)}")
+    raise ValueError(f"has no text for {' or '.join(columns)}: its columns are {', '.join(map(str, row))}")
 
 
 def read_plain(row: dict, question: str = "", answer: str = "", solution: str = "") -> Row:

@@ -160,9 +160,10 @@ def test_the_newest_finished_run_is_the_default_and_a_folder_is_as_good_as_a_nam
     assert by_name[0] == "before RL: generator tiny at step 200, verifier tiny-ver at step 200"
     assert by_name[1] == "after RL:  generator r-gen at step 2, verifier r-ver at step 2"
     assert show(capsys, str(base / "runs" / "r")) == by_name
-    assert show(capsys) == ["the newest finished run: r", *by_name]
+    assert show(capsys) == ["the newest finished run: r; the project's own is called pair", *by_name]
     os.remove(base / "runs" / "r" / "summary.json")
-    assert show(capsys)[:3] == ["the newest finished run: grpo", "before RL: generator tiny at step 200",
+    assert show(capsys)[:3] == ["the newest finished run: grpo; the project's own is called pair",
+                                "before RL: generator tiny at step 200",
                                 "after RL:  generator grpo-gen at step 2"]
 
 

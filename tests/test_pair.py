@@ -10,6 +10,7 @@ from conftest import parse
 
 from nanochat.checkpoint import find_step, load_state_dict
 from nanochat.cli import script_main
+from nanochat.common import BadInput
 from nanochat.rl.report.page import write_page
 from nanochat.rl.report.report import compare, read_run, run_folder
 from nanochat.storage.files import PAIR, found_at, path_of
@@ -85,6 +86,7 @@ def test_what_the_base_directory_has_goes_first_and_the_names_are_taken(base, ca
         with pytest.raises(SystemExit):
             script_main(module.main, parser, [*flags, "--device-type", "cpu"])
         assert "take another" in (said := capsys.readouterr().err) and said.count("\n") == 1
+        assert "remove" not in said  # what comes with the project
     (base / "chatsft_checkpoints" / "pair").mkdir(parents=True)
     assert found_at("sft", "pair", "x") == str(base / "chatsft_checkpoints" / "pair" / "x")
     with pytest.raises(SystemExit):
@@ -94,6 +96,8 @@ def test_what_the_base_directory_has_goes_first_and_the_names_are_taken(base, ca
 
 def test_beside_another_tokenizer_it_is_refused(base, capsys):
     Tokenizer.train(iter(["abab abcabc"] * 9), 267).save(str(base / "tokenizer"))
+    with pytest.raises(BadInput, match="with another tokenizer"):  # before its context is looked at
+        tango_rl.begin(["--model-tag", "pair", "--device-type", "cpu"])
     with pytest.raises(SystemExit):
         run(demo)
     assert "name another folder with NANOCHAT_BASE_DIR" in (said := capsys.readouterr().err) and said.count("\n") == 1

@@ -64,6 +64,11 @@ def play_of(**roles) -> Play:
                 RunState(role_steps=dict.fromkeys(roles, 0)), PolicyLoss("reinforce"))
 
 
+def test_rewards_are_as_many_as_rollouts():
+    with pytest.raises(ValueError, match="^3 rewards of 4 rollouts: one for each is needed$"):
+        play_of().advantages(rollouts_of(), [1.0, 0.0, None])
+
+
 def test_rollouts_are_selected_and_joined_with_all_that_is_theirs():
     rollouts = rollouts_of()
     chosen = rollouts.select([3, 0])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from nanochat.checkpoint import find_step, fingerprint, history_of, load_meta, load_model
+from nanochat.checkpoint import check_tokenizer, find_step, fingerprint, history_of, load_meta, load_model
 from nanochat.common import BadInput, Diverged, all_reduce
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
@@ -117,7 +117,12 @@ def find_starts(args, specs: dict[str, RoleSpec], recorded: dict | None = None) 
 
 def load_configs(starts: dict[str, Start]) -> dict:
     """The shapes of the roles that load_roles would load. Raises BadInput."""
-    return {name: load_meta(start.path("meta.json"))[1] for name, start in starts.items()}
+    configs = {}
+    for name, start in starts.items():
+        path = start.path("meta.json")
+        meta, configs[name] = load_meta(path)
+        check_tokenizer(meta, path)
+    return configs
 
 
 def head_of(args, spec: RoleSpec) -> Head:

@@ -294,7 +294,10 @@ class Play:
     def advantages(self, rollouts: Rollouts, rewards: list[float | None], *, preset: str = "",
                    groups: torch.Tensor | None = None) -> torch.Tensor:
         """Advantages of one reward at the end of each rollout, by --advantage and --negative-weight, or by a preset
-        alone. None takes no part. groups (N,): in place of the prompts' groups. -> (N, T)"""
+        alone. None takes no part. groups (N,): in place of the prompts' groups. -> (N, T). Raises ValueError unless
+        there are N rewards."""
+        if len(rewards) != len(rollouts):
+            raise ValueError(f"{len(rewards)} rewards of {len(rollouts)} rollouts: one for each is needed")
         negative_weight = 1.0 if preset else self.args.negative_weight
         return source_advantages(terminal_rewards(rewards, rollouts.lengths, negative_weight),
                                  rollouts.group_id if groups is None else groups, rollouts.mask,

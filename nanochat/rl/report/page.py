@@ -168,7 +168,8 @@ def task_of_page(of_task: list[Run], rows: list[dict]) -> dict:
     labels, groups = axes_of(of_task), {}
     for metric, x, curves in panels_of(of_task):
         groups.setdefault(group_of(metric, of_task), []).append(
-            {"title": title_of(metric, of_task[0]), "x": labels[x], "unit": unit_of(metric),
+            {"title": title_of(metric, of_task[0]) + ", by tokens" * (x == "sampled_tokens"),
+             "x": labels[x], "unit": unit_of(metric),
              "range": axis_of(metric) and [scale_of(metric) * end for end in axis_of(metric)],
              "curves": {arm: in_percent(metric, points) for arm, points in curves.items()}})
     columns, table = comparison([row for row in rows if row["task"] == of_task[0].task])

@@ -7,6 +7,8 @@ from nanochat.rl.report.report import EVALS, INDICATORS, Run, is_count
 
 # A metric that is not among them is titled by its name.
 TITLES = EVALS | INDICATORS | {
+    "gen/uncounted_in": "right answers that do not count, in distribution",
+    "gen/uncounted_out": "right answers that do not count, out of distribution",
     "gen/alpha": "weight of step rewards (alpha)", "gen/wrong_passed": "wrong steps passed, moving average",
     "ver/balanced_acc": "verifier balanced accuracy, in training", "ver/step_f1": "verifier step F1, in training"}
 # Names of metrics that are shares, under any role's prefix: from 0 to 100 percent in every report.

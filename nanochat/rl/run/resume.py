@@ -66,7 +66,7 @@ def check_no_models(run_name: str, tags: list[str]) -> None:
     for tag in tags:
         if steps := list_steps("rl", tag):
             raise BadInput(f"--run {run_name}: {found_at('rl', tag)} holds step {steps[-1]} of an older run of this "
-                           f"name; take another name, or remove it")
+                           f"name; take another name" + ", or remove it" * os.path.exists(path_of("rl", tag)))
 
 
 def check_problems_stayed(run_name: str, task_name: str, digests: list[int]) -> None:
