@@ -56,6 +56,17 @@ def test_without_evaluations_there_is_a_report_at_both_ends(written):
     assert [(state, points) for state, _, points, _ in written] == [("under way, after step 0", [0]), (None, [0, 1])]
 
 
+def test_a_report_that_is_due_is_written_without_an_evaluation(written, monkeypatch):
+    def make_it_due(t, *args):
+        t.page_due = 0.0 if t.step == 1 else t.page_due
+        return make_step(t, *args)
+    make_step = tango_rl.make_step
+    monkeypatch.setattr(tango_rl, "make_step", make_it_due)
+    train(*FLAGS, "--eval-every", "0", "--num-steps", "3")
+    assert [(state, points) for state, _, points, _ in written] == [
+        ("under way, after step 0", [0]), ("under way, after step 2", [0]), (None, [0, 3])]
+
+
 def test_a_report_that_fails_is_told_and_stops_no_run(base, monkeypatch, capsys):
     def fail(*args):
         raise RuntimeError("nothing to draw with")

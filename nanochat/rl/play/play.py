@@ -88,6 +88,7 @@ class Play:
     done: set[str] = field(default_factory=set)    # draws that were made in this step
     drawn: dict[str, object] = field(default_factory=dict)  # draw -> model, where it had the trainer's distribution
     told: set[str] = field(default_factory=set)    # warnings that are given once
+    page_due: float = float("inf")                 # when the report is to be written anew, as of time.time()
     metrics: dict = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 

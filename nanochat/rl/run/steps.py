@@ -20,6 +20,8 @@ from nanochat.rl.run.progress import (check_apart, count_apart, health_check, pr
 from nanochat.rl.run.rollout_log import example_records, rollout_records
 from nanochat.weights import check_weights
 
+PAGE_SECONDS = 60.0  # after which the page of a run is written anew, also without an evaluation
+
 
 def make_step(t: Play, recipe, counted: str, most: int) -> None:
     """One step of the recipe. counted: the role whose updates --num-steps counts; most: Updates that no step has. A
@@ -80,7 +82,7 @@ def finish_step(t: Play, recipe, counted: str, before, scores: dict, updated: li
     warn_of_no_signal(t, record)
     warn_of_apart(t, record)
     print_step(record, roles, getattr(recipe, "SHOWN", {}), seconds_left(t))
-    if scores:
+    if scores or time.time() >= t.page_due:
         show_page(t, f"under way, after step {t.step}")
     t.has_moved = False
     for role, in_a_row in state.skipped_in_a_row.items():
@@ -158,17 +160,20 @@ def seconds_left(t: Play) -> float:
 
 def show_page(t: Play, state: str | None, is_alive: bool = True) -> None:
     """Writes the run's report.html; rank 0. state: what the run is doing, None once it is finished; is_alive: whether
-    it goes on. A report that fails is told and stops no run."""
+    it goes on. It is due again after PAGE_SECONDS, or later where that would take over a fiftieth of the time. A report
+    that fails is told and stops no run."""
     if t.run.rank != 0:
         return
     seconds = t.state.start_seconds + t.state.step_seconds + t.state.eval_seconds
     so_far = state and {"minutes": round(seconds / 60, 2), "before": finite(t.state.before)}
     left = state and {"state": state, "minutes_left": seconds_left(t) / 60 if t.step and is_alive else None,
                       "is_alive": is_alive}
+    started = time.time()
     try:
         write_run_page(t.run.folder, so_far, left)
     except Exception as error:
         print0(f"report.html was not written: {type(error).__name__}: {error}")
+    t.page_due = time.time() + max(PAGE_SECONDS, 50 * (time.time() - started))
 
 
 def start_state(t: Play, recipe) -> None:
