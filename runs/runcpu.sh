@@ -26,8 +26,10 @@ NPROC=${NPROC:-2}  # two ranks of one thread are a little faster than one of two
 TAG=chain-s$SEED
 launch() { torchrun --standalone --nproc_per_node="$NPROC" "$@"; }
 
-# What the end looks like, to read while the models are trained: the pair that comes with the project.
-[ -d "$NANOCHAT_BASE_DIR" ] || python -m scripts.demo pair --num-problems 2 --num-scored 0 --device-type cpu
+if ! [ -d "$NANOCHAT_BASE_DIR" ]; then
+    echo "What the end looks like, by the pair that comes with the project. After it yours is trained, from nothing."
+    python -m scripts.demo pair --num-problems 2 --num-scored 0 --device-type cpu
+fi
 
 python -m scripts.tok_train --seed "$SEED" --if-missing
 
