@@ -15,21 +15,21 @@ from collections import Counter
 import torch
 
 from nanochat.checkpoint import fingerprint, load_state_dict, save_atomic
-from nanochat.cli import at_least, new_parser, parse_flags, script_main
+from nanochat.cli import new_parser, parse_flags, script_main
 from nanochat.common import print0
 from nanochat.rl.report.report import read_run, run_folder
 from nanochat.storage.files import (PAIR, STAGE_FOLDERS, json_lines, make_folder, path_of, read_json, whole_file,
                                     whole_folder, write_json)
 from scripts import demo
 
-NUM_SCORED = 100
+NUM_SCORED = 100  # as scripts.demo does by itself
+ROLLOUTS_EVERY = 10  # steps of which one keeps its rollouts
 RUN_FILES = ("metrics.jsonl", "rollouts.jsonl", "examples.jsonl")
 
 
 def make_parser():
     parser = new_parser(__doc__)
     parser.add_argument("run", help="the finished run")
-    parser.add_argument("--rollouts-every", type=at_least(1), default=10, help="steps of which one keeps its rollouts")
     return parser
 
 
@@ -40,9 +40,9 @@ def renamed(value, names: dict[str, str]):
     return names.get(value, value) if isinstance(value, str) else value
 
 
-def counts(num_scored: int = NUM_SCORED) -> dict[str, dict[str, int]]:
-    """What scripts.demo counts on that many held-out problems, before and after RL."""
-    args = parse_flags(demo.make_parser(), ["pair", "--num-scored", str(num_scored), "--device-type", "cpu"])
+def counts() -> dict[str, dict[str, int]]:
+    """What scripts.demo counts on NUM_SCORED held-out problems, before and after RL."""
+    args = parse_flags(demo.make_parser(), ["pair", "--num-scored", str(NUM_SCORED), "--device-type", "cpu"])
     task, _, solved = demo.solved_again(read_run(run_folder("pair")), args)
     return {when: dict(sum((demo.describe(task, False, *row)[1] for row in rows), Counter()))
             for when, rows in solved.items()}
@@ -53,20 +53,21 @@ def copy_model(stage: str, tag: str, step: int, pair: str, name: str, names: dic
     folder = os.path.join(pair, STAGE_FOLDERS[stage], name)
     path = os.path.join(folder, f"model_{step:06d}.pt")
     weights = load_state_dict(path_of(stage, tag, f"model_{step:06d}.pt"))
-    save_atomic({name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}, path)
+    save_atomic({key: tensor.to(torch.bfloat16) for key, tensor in weights.items()}, path)
     meta = read_json(path_of(stage, tag, f"meta_{step:06d}.json"))
     write_json(os.path.join(folder, f"meta_{step:06d}.json"), renamed(meta, names))
     return fingerprint(path)
 
 
-def copy_run(folder: str, pair: str, config: dict, names: dict[str, str], every: int) -> None:
-    """Writes a run's folder, with its rollouts of every so many steps."""
+def copy_run(folder: str, pair: str, config: dict, names: dict[str, str]) -> None:
+    """Writes a run's folder, with the rollouts of one step in ROLLOUTS_EVERY."""
     to = os.path.join(pair, "runs", "pair")
     make_folder(to)
     for name in RUN_FILES:
-        rows = [row for _, row in json_lines(os.path.join(folder, name))]
+        every = ROLLOUTS_EVERY if name == "rollouts.jsonl" else 1
+        rows = [row for _, row in json_lines(os.path.join(folder, name)) if row["step"] % every == 0]
         with whole_file(os.path.join(to, name)) as f:
-            f.writelines(json.dumps(row) + "\n" for row in rows if name != "rollouts.jsonl" or row["step"] % every == 0)
+            f.writelines(json.dumps(row) + "\n" for row in rows)
     write_json(os.path.join(to, "summary.json"), renamed(read_json(os.path.join(folder, "summary.json")), names))
     write_json(os.path.join(to, "config.json"), renamed(config, names))
 
@@ -84,7 +85,7 @@ def main(args) -> None:
                 mark = copy_model(stage, tag, step, pair, names[tag], names)
                 if when == "before":
                     run.config["starts"][role]["fingerprint"] = mark
-        copy_run(run_folder(args.run), pair, run.config, names, args.rollouts_every)
+        copy_run(run_folder(args.run), pair, run.config, names)
         shutil.copytree(path_of("tokenizer"), os.path.join(pair, "tokenizer"))
     made = {"command": "bash runs/runcpu.sh", "run": run.name, "commit": run.config.get("commit"),
             "problems": NUM_SCORED, "demo": counts()}

@@ -1,4 +1,4 @@
-"""The report of a run that is under way: written at every evaluation, and no matter to the run itself."""
+"""The report of a run that is under way: written at every evaluation and when it is due, and no matter to the run."""
 import json
 
 import pytest

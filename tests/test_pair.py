@@ -18,7 +18,6 @@ from nanochat.tokenizer import Tokenizer
 from scripts import chat_cli, chat_sft, demo, tango_rl, verifier_eval
 
 MODELS = [("sft", "pair"), ("sft", "pair-ver"), ("rl", "pair-gen"), ("rl", "pair-ver")]
-PARTS = ("right", "hit", "steps", "steps_hit")
 
 
 @pytest.fixture
