@@ -31,6 +31,7 @@ GRACE = 20  # seconds
 GPU_TESTS = "python -m pytest -q -m gpu $(grep -l mark.gpu tests/*.py)"  # collecting all others takes a while
 BIG = "--shape qwen2.5-math-1.5b --dtype bfloat16"
 STEP = "--examples-per-step 16 --num-samples 8 --prompt-len 256 --completion-len 512 --steps 2"
+PROFILE = "--rows 256 --num-samples 8 --prompt-len 256 --completion-len 512 --examples-per-step 16"
 SMALL = "--device-type cpu --vocab-size 512 --depth 2 --n-embd 64 --n-head 2"
 TINY_STEP = "--examples-per-step 4 --num-samples 2 --prompt-len 16 --completion-len 16 --steps 1"
 RL = "--task chain --model-tag tiny --num-steps 2 --warmup-steps 1 --eval-examples 20 --save-every 2"
@@ -49,6 +50,11 @@ SLOWER = 3  # a rehearsal, on two cores, may take so many times the seconds of a
 # stage: seconds that it may take, its command at full size and as a rehearsal, and what it found: figures of its last
 # line (JSON), the last line that starts with these words, or None: the last line
 STAGES = {
+    "profile": (90, f"python -m dev.bench.kernel_profile {BIG} {PROFILE}",
+                f"NANOCHAT_CPU_KERNELS=0 python -m dev.bench.kernel_profile {SMALL} --rows 8 --num-samples 2 "
+                "--prompt-len 16 --completion-len 8 --examples-per-step 4",
+                [f"results.{part}.{figure}_us" for part in ("token by graph", "token", "refill", "update")
+                 for figure in ("wall", "span", "gaps", "floor")]),
     "tests": (240, GPU_TESTS, GPU_TESTS, None),
     "kernels": (120, "python -m dev.bench.kernels --dtype bfloat16 --rows 16384 --n-embd 2048 --vocab-size 151936",
                 "python -m dev.bench.kernels --device-type cpu --rows 64 --n-embd 32 --vocab-size 257 --rounds 1",

@@ -53,8 +53,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-rows", type=at_least(1), default=1024, help="rows that decode together")
     parser.add_argument("--recompute", action="store_true",
                         help="run blocks again in the backward pass; for --shape alone")
-    parser.add_argument("--profile", action="store_true",
-                        help="also print where the time of one more step goes, by operation")
     add_model_args(parser)
     return parser
 
@@ -89,6 +87,14 @@ def judged_prompts(rollouts: Rollouts) -> list[list[int]]:
             for g, completion in zip(rollouts.group_id.tolist(), rollouts.completions(), strict=True)]
 
 
+def train(args, role: Role, rollouts: Rollouts, generator: torch.Generator, device) -> None:
+    """One update on these rollouts, with random advantages."""
+    advantages = torch.randn(rollouts.tokens.shape, generator=generator).to(device)
+    weights = token_weights(rollouts.lengths, "sequence", rollouts.tokens.shape[1], all_reduce)
+    batches = pack(rollouts, advantages, weights, args.micro_batch_tokens, keep_idle=False)
+    update(role, batches, PolicyLoss(), lr=1e-4, max_grad_norm=1.0, temperature=1.0, device=device)
+
+
 def one_step(args, step: int, roles: dict[str, Role], device) -> dict[str, float]:
     """Seconds of sampling solutions, of verification and of the update; those of all roles with --num-roles."""
     if args.role == "plain" and len(roles) > 1:
@@ -113,10 +119,7 @@ def one_step(args, step: int, roles: dict[str, Role], device) -> dict[str, float
         rollouts = judged if args.role == "verifier" else rollouts
     synchronize(device)
     verified = time.perf_counter()
-    advantages = torch.randn(rollouts.tokens.shape, generator=generator).to(device)
-    weights = token_weights(rollouts.lengths, "sequence", rollouts.tokens.shape[1], all_reduce)
-    batches = pack(rollouts, advantages, weights, args.micro_batch_tokens, keep_idle=False)
-    update(trained, batches, PolicyLoss(), lr=1e-4, max_grad_norm=1.0, temperature=1.0, device=device)
+    train(args, trained, rollouts, generator, device)
     synchronize(device)
     return {"gen_s": solved - started, "verify_s": verified - solved, "update_s": time.perf_counter() - verified,
             "s_per_step": time.perf_counter() - started}
@@ -127,9 +130,19 @@ def sampling_floor(model, prompts: int, rows: int, prompt_len: int, completion_l
             + decode_floor(model, prompts, rows, prompt_len, completion_len, speed))
 
 
+def update_flops(model, prompts: int, rows: int, prompt: int, completion: int) -> dict[str, int]:
+    """FLOPs of an update: three times the forward pass of each distinct token. prompt, completion: tokens of one."""
+    config = model.config
+    return {"products": 6 * (prompt_weights(model) * prompts * prompt + matrix_weights(model) * rows * completion),
+            "attention": 6 * config.n_head * config.head_dim * (
+                (config.n_layer - 1) * prompts * prompt ** 2
+                + config.n_layer * rows * completion * (2 * prompt + completion)),
+            "head": 6 * model.lm_head.weight.numel() * rows * completion}
+
+
 def floor_seconds(args, model, speed) -> float:
-    """The floor of a whole step: sampling, and three times the forward pass of each distinct training token."""
-    P, G, config = args.examples_per_step, args.num_samples, model.config
+    """The floor of a whole step: sampling, and an update's FLOPs."""
+    P, G = args.examples_per_step, args.num_samples
     prompt, completion = args.prompt_len, args.completion_len
     if args.role == "verifier":
         sampling = sampling_floor(model, P, P, prompt, completion, speed)
@@ -139,11 +152,7 @@ def floor_seconds(args, model, speed) -> float:
         sampling = sampling_floor(model, P, P * G, prompt, completion, speed)
         if args.role == "generator":
             sampling += sampling_floor(model, P * G, P * G, prompt + completion, args.verification_len, speed)
-    attention = 2 * config.n_head * config.head_dim * (
-        (config.n_layer - 1) * P * prompt ** 2 + config.n_layer * P * G * completion * (2 * prompt + completion))
-    trunk = 2 * P * (prompt_weights(model) * prompt + matrix_weights(model) * G * completion) + attention
-    head = 2 * model.lm_head.weight.numel() * P * G * completion
-    return sampling + 3 * (trunk + head) / speed[0]
+    return sampling + sum(update_flops(model, P, P * G, prompt, completion).values()) / speed[0]
 
 
 def planned_bytes(args, roles: dict[str, Role], device) -> int:
@@ -183,11 +192,6 @@ def main(args) -> None:
     before = 0 if device.type == "cuda" else peak_memory_mb(device)
     seconds = [one_step(args, step, roles, device) for step in range(args.steps + 1)][1:]
     peak = all_reduce(torch.tensor(peak_memory_mb(device) - before, device=device)).item()
-    if args.profile:
-        with torch.profiler.profile() as profiler:
-            one_step(args, args.steps + 1, roles, device)
-        print0(profiler.key_averages().table(sort_by=f"self_{'cuda' if device.type == 'cuda' else 'cpu'}_time_total",
-                                             row_limit=16, max_name_column_width=40))
     medians = {name: round(statistics.median(s[name] for s in seconds), 4) for name in seconds[0]}
     speed, model = machine_speed(device, DTYPES[args.dtype]), next(iter(roles.values())).model
     sampled = {"plain": args.num_samples * args.num_roles, "generator": args.num_samples, "verifier": 1}[args.role]
