@@ -59,7 +59,8 @@ STAGES = {
     "kernels": (120, "python -m dev.bench.kernels --dtype bfloat16 --rows 16384 --n-embd 2048 --vocab-size 151936",
                 "python -m dev.bench.kernels --device-type cpu --rows 64 --n-embd 32 --vocab-size 257 --rounds 1",
                 ["results.ours.percent_of_products", "results.ours.useful_tflop_per_s", "results.ours.peak_bytes",
-                 "results.linear_logprob.percent_of_products"]),
+                 *(f"results.{name}.percent_of_products"
+                   for name in ("linear_logprob", "liger", "cce", "quack", "quack_ce"))]),
     "engine": (150, f"python -m dev.bench.engine {BIG} --rows 256 --num-samples 8 --prompt-len 512 "
                     "--completion-len 256 --rounds 1",
                f"python -m dev.bench.engine {SMALL} --rows 8 --num-samples 2 --prompt-len 16 --completion-len 8 "

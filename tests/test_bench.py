@@ -1,6 +1,8 @@
 """The benchmark scripts run, say what they ran in one line of JSON, and refuse what cannot work; the floors are the
 ones written down."""
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +94,28 @@ def test_a_provider_with_wrong_gradients_is_left_out(monkeypatch, capsys):
     results = json.loads(out.splitlines()[-1])["results"]
     assert list(results) == ["ours", "naive", "three products", "linear_logprob", "one product"]
     assert results["ours"]["gradient_error"] < 1e-4 and results["one product"]["percent_of_products"] == 100
+
+
+def test_other_packages_cross_entropies_give_the_same_gradients(monkeypatch, capsys):
+    """Made of their interfaces: what the packages compute, with PyTorch's cross entropy in their kernels' place."""
+    ce = torch.nn.functional.cross_entropy
+    cut = SimpleNamespace(linear_cross_entropy=lambda e, c, targets, softcap, reduction: ce(
+        softcap * torch.tanh(e @ c.t() / softcap) if softcap else e @ c.t(), targets, reduction=reduction))
+    quack = SimpleNamespace(
+        linear_cross_entropy_func=lambda x, w, bias, targets, reduction, inplace_backward: ce(
+            x @ w.t(), targets, reduction=reduction),
+        chunked_linear_cross_entropy=lambda x, w, targets: ce(x @ w.t(), targets))
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", cut)
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(linear_cross_entropy=quack))
+    monkeypatch.setitem(sys.modules, "quack.linear_cross_entropy", quack)
+    flags = ["--device-type", "cpu", "--rows", "40", "--n-embd", "16", "--vocab-size", "70", "--rounds", "1",
+             "--providers", "cce,quack,quack_ce"]
+    results = run(bench_kernels, flags, capsys)["results"]
+    assert all(results[name]["gradient_error"] < 1e-5 for name in ("cce", "quack", "quack_ce"))
+    bench_kernels.main(parse(bench_kernels, [*flags, "--softcap", "15"]))
+    out = capsys.readouterr().out
+    assert json.loads(out.splitlines()[-1])["results"]["cce"]["gradient_error"] < 1e-5
+    assert "quack is left out: NotImplementedError: it has no softcap and no temperature" in out
 
 
 @pytest.mark.parametrize("script, flags, words", [

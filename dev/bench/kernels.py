@@ -3,15 +3,29 @@ Times linear_policy_loss, forward and backward, and linear_logprob against other
 products.
 
 All get the same random hidden states (N, C), LM head (V, C), targets, advantages, old and reference logprobs, and
-compute the mean PPO loss plus 0.04 KL (k3). First each one's gradients on up to 1024 rows are compared with naive
-PyTorch in fp32; one that is wrong or missing is left out with a note. Then they take turns, and medians are shown, as
+compute the mean PPO loss plus 0.04 KL (k3), but for quack_ce. First each one's gradients on up to 1024 rows are
+compared with naive PyTorch in fp32; one that is wrong or missing is left out with a note. Then they take turns, and
+medians are shown, as
 useful TFLOP/s (6NCV, 2NCV for scoring: recomputing logits earns nothing) and as the percentage of the speed of the bare
 products of the same shapes (three, one for scoring). Memory is the most that was held beyond the inputs. The last line
 is JSON.
 
 naive: autograd on (N, V) fp32 logits. compiled: torch.compile of it. liger: LigerFusedLinearGRPOLoss of liger-kernel,
 one token per sequence, since it takes one advantage per sequence; it has no softcap. trl: ChunkedLogProbFunction of TRL
-1.16, the loss by autograd on its logprobs.
+1.16, the loss by autograd on its logprobs. cce: cut-cross-entropy, likewise; it leaves out gradients below its
+threshold, and has no temperature. quack: QuACK's cross entropy of whole rows of logits, likewise; it has no softcap
+either. quack_ce: QuACK's chunked one, the mean cross entropy alone, without advantages, clipping or KL: what such a
+loss could take. The last three run on CUDA alone.
+
+For a machine without network: `pip download --no-deps -d wheels cut-cross-entropy quack-kernels liger-kernel`, and
+there `pip install --no-deps --no-index wheels/*`. QuACK also wants nvidia-cutlass-dsl with its packages -libs-base,
+-libs-core and -libs-cu12 (or -cu13), apache-tvm-ffi, torch-c-dlpack-ext, cuda-bindings, cuda-pathfinder and einops.
+
+| wheels | MiB |
+| --- | --- |
+| cut-cross-entropy 25.1.1 | 0.02 |
+| quack-kernels 0.6.5 | 0.7 |
+| what it also wants, for CUDA 12 and Python 3.11 | 103.4, of which one wheel is 87.5 |
 
     python -m dev.bench.kernels
     python -m dev.bench.kernels --device-type cuda --dtype bfloat16 --rows 16384 --n-embd 2048 --vocab-size 151936
@@ -25,6 +39,7 @@ import statistics
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from dev.bench.common import COUNT, DTYPES
 from nanochat.cli import at_least, script_main
@@ -35,8 +50,7 @@ from nanochat.kernels.linear_policy_loss import linear_policy_loss
 from nanochat.kernels.losses import PolicyLoss
 
 LOSS = PolicyLoss(kl_coef=0.04)
-# of other packages, in versions that we do not know
-NOT_USABLE = (ImportError, AttributeError, TypeError, RuntimeError, NotImplementedError)
+NOT_USABLE = Exception  # of many types: raised by other packages, in versions that we do not know
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -51,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
     parser.add_argument("--rows-per-chunk", type=at_least(0), default=0, help="of ours; 0: as it chooses itself")
     parser.add_argument("--rounds", type=COUNT, default=5, help="times that each is run")
-    parser.add_argument("--providers", default="ours,naive,compiled,liger,trl", help="which to run, of these")
+    parser.add_argument("--providers", default=",".join(PROVIDERS), help="which to run, of these")
     parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"])
     parser.add_argument("--seed", type=int, default=0)
     return parser
@@ -115,7 +129,36 @@ def trl(args, hidden, weight, targets, advantages, old_logprobs, ref_logprobs):
     return LOSS(logprobs, None, old_logprobs, ref_logprobs, advantages).mean()
 
 
-PROVIDERS = {"ours": ours, "naive": naive, "compiled": compiled, "liger": liger, "trl": trl}
+def cce(args, hidden, weight, targets, advantages, old_logprobs, ref_logprobs):
+    from cut_cross_entropy import linear_cross_entropy
+    if args.temperature != 1:
+        raise NotImplementedError("it has no temperature")
+    logprobs = -linear_cross_entropy(hidden, weight, targets, softcap=args.softcap or None, reduction="none")
+    return LOSS(logprobs, None, old_logprobs, ref_logprobs, advantages).mean()
+
+
+def quack(args, hidden, weight, targets, advantages, old_logprobs, ref_logprobs):
+    from quack.linear_cross_entropy import linear_cross_entropy_func
+    if args.softcap or args.temperature != 1:
+        raise NotImplementedError("it has no softcap and no temperature")
+    logprobs = -linear_cross_entropy_func(hidden, weight, None, targets, reduction="none", inplace_backward=True)
+    return LOSS(logprobs, None, old_logprobs, ref_logprobs, advantages).mean()
+
+
+def quack_ce(args, hidden, weight, targets, **_):
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+    if args.softcap or args.temperature != 1:
+        raise NotImplementedError("it has no softcap and no temperature")
+    return chunked_linear_cross_entropy(hidden, weight, targets)
+
+
+def naive_ce(args, hidden, weight, targets, **_):
+    return F.cross_entropy(hidden @ weight.t(), targets)
+
+
+PROVIDERS = {"ours": ours, "naive": naive, "compiled": compiled, "liger": liger, "trl": trl, "cce": cce,
+             "quack": quack, "quack_ce": quack_ce}
+EXACT = {"quack_ce": naive_ce}  # what gradients are compared with, where that is not naive
 
 
 # Bare matrix products
@@ -147,12 +190,13 @@ def relative_error(actual: tuple, expected: tuple) -> float:
 def usable_providers(args, inputs: dict) -> tuple[dict, dict]:
     """Those asked for whose gradients on the first rows are right, and every gradient error."""
     part = {name: x if name == "weight" else x[:1024] for name, x in inputs.items()}
-    exact = gradients(naive, args, {**part, "hidden": part["hidden"].float(), "weight": part["weight"].float()})
+    wide = {**part, "hidden": part["hidden"].float(), "weight": part["weight"].float()}
+    exact = {provider: gradients(provider, args, wide) for provider in (naive, *EXACT.values())}
     limit = 1e-4 if args.dtype == "float32" else 5e-2
     usable, errors = {}, {}
     for name in args.providers.split(","):
         try:
-            errors[name] = relative_error(gradients(PROVIDERS[name], args, part), exact)
+            errors[name] = relative_error(gradients(PROVIDERS[name], args, part), exact[EXACT.get(name, naive)])
         except NOT_USABLE as error:
             print0(f"{name} is left out: {type(error).__name__}: "
                    f"{(str(error) or 'no reason given').splitlines()[0][:150]}")
