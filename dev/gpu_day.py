@@ -43,7 +43,7 @@ REFILL = "--depth 28 --n-embd 1536 --n-head 12 --n-kv-head 2 --vocab-size 32768 
 # SmolLM2 comes from a package; where there is no registry it must have been imported into base of --out, as smollm2
 SMOL = "bash dev/experiments/run.sh smol --out $NANOCHAT_BASE_DIR/smol"
 
-APART = ["smol"]  # which takes ten minutes; name it alone
+APART = ["smol", "compiled step"]  # name them: the first takes ten minutes, the second compiles for some
 
 SLOWER = 3  # a rehearsal, on two cores, may take so many times the seconds of a stage
 
@@ -69,6 +69,8 @@ STAGES = {
                 "results.transformers.decode_tok_per_s"]),
     "step": (150, f"python -m dev.bench.step {BIG} {STEP}", f"python -m dev.bench.step {SMALL} {TINY_STEP}",
              ["s_per_step", "gen_s", "update_s", "floor_s", "completion_tok_per_s", "peak_mem_mb", "planned_mem_mb"]),
+    "compiled step": (300, f"python -m dev.bench.step {BIG} {STEP} --compile",
+                      f"python -m dev.bench.step {SMALL} {TINY_STEP}", ["s_per_step", "update_s", "floor_s"]),
     "tango step": (240, f"python -m dev.bench.step {BIG} {STEP} --role generator --verification-len 256 "
                         "--recompute",
                    f"python -m dev.bench.step {SMALL} {TINY_STEP} --role generator --verification-len 8",

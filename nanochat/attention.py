@@ -23,23 +23,36 @@ QUERIES = 64   # queries whose scores are computed together on CPU
 class KVCache:
     """Keys and values of the tokens run so far: those of prompts, and of rows that go on in pieces.
 
-    k[i], v[i]: (U, Hkv, R, T, D) of layer i; positions (U, T) int64 of a prefix (R = 1); last_embedding (U*R, 1, C):
-    what the smear of the next token looks back at; length: columns filled before the current forward.
+    kv[i]: keys and values (U, Hkv, R, T, D) of layer i, k and v: those of all layers; positions (U, T) int64 of a
+    prefix (R = 1); last_embedding (U*R, 1, C): what the smear of the next token looks back at; length: columns filled
+    before the current forward.
     """
 
     def __init__(self, num_layers: int):
-        self.k: list = [None] * num_layers
-        self.v: list = [None] * num_layers
+        self.kv: list[list] = [[None, None] for _ in range(num_layers)]
         self.positions = None
         self.last_embedding = None
         self.length = 0
 
+    @property
+    def k(self) -> tuple[torch.Tensor | None, ...]:
+        return tuple(k for k, _ in self.kv)
+
+    @property
+    def v(self) -> tuple[torch.Tensor | None, ...]:
+        return tuple(v for _, v in self.kv)
+
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores the keys and values (U, Hkv, R, T, D) of new columns; returns those of all columns."""
-        if self.k[layer] is not None:
-            k, v = torch.cat([self.k[layer], k], dim=3), torch.cat([self.v[layer], v], dim=3)
-        self.k[layer], self.v[layer] = k, v
-        return k, v
+        return extend(self.kv[layer], k, v)
+
+
+def extend(kv: list, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """KVCache.append for one layer's keys and values, in place."""
+    if kv[0] is not None:
+        k, v = torch.cat([kv[0], k], dim=3), torch.cat([kv[1], v], dim=3)
+    kv[:] = k, v
+    return k, v
 
 
 def columns_up_to(places: torch.Tensor, B: int, T: int) -> torch.Tensor:

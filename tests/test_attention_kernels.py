@@ -1,6 +1,7 @@
 """The Triton kernels of attention against its definition. Without a GPU they run in Triton's interpreter."""
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -224,28 +225,35 @@ def test_decoding_rounds_as_training_does(dtype):
             assert gap == 0 if DEVICE == "cpu" else gap < 8 * torch.finfo(dtype).eps
 
 
-def small_model(kind):
-    """Two layers, groups of two query heads; of the GPT, windows that reach into the prompt or not."""
+def small_model(kind, layers=2):
+    """Groups of two query heads; of the GPT, windows that reach into the prompt or not."""
     torch.manual_seed(0)
     if kind == "gpt":
         model = GPT(GPTConfig(256, 100, 2, 4, 2, 64, "L"))
         model.windows = [4, 256]
     else:
-        model = Decoder(DecoderConfig("llama", 256, 100, 2, 4, 2, 64, 16, 96, 1e-6, 1e4, None, *[False] * 5))
+        model = Decoder(DecoderConfig("llama", 256, 100, layers, 4, 2, 64, 16, 96, 1e-6, 1e4, None, *[False] * 5))
     for p in model.parameters():
         p.data = torch.randn(p.shape) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
     return model.to(DEVICE)
 
 
-def hidden_states_and_gradients(model):
-    """Of completions after two prompts of 7 and 3 tokens, two rows each, and of two pieces of text after a prompt,
-    the second of which sees the first in a cache."""
-    draw = torch.Generator().manual_seed(1)
-    ids = lambda *shape: torch.randint(100, shape, generator=draw).to(DEVICE)
+def micro_batch(ids) -> MicroBatch:
+    """Completions of 6 tokens after two prompts of 7 and 3, two rows each."""
     positions = torch.arange(7).repeat(2, 1).masked_fill(torch.arange(7) >= torch.tensor([[7], [3]]), PADDING_POSITION)
     everything = torch.arange(24, device=DEVICE)
-    batch = MicroBatch(ids(2, 7), positions.to(DEVICE), ids(4, 6), None, everything, *[None] * 4)
-    parts = [completion_hidden(model, batch)]
+    return MicroBatch(ids(2, 7), positions.to(DEVICE), ids(4, 6), None, everything, *[None] * 4)
+
+
+def drawn_ids(*shape, draw):
+    return torch.randint(100, shape, generator=draw).to(DEVICE)
+
+
+def hidden_states_and_gradients(model):
+    """Of completions after two prompts, and of two pieces of text after a prompt, the second of which sees the first
+    in a cache."""
+    ids = partial(drawn_ids, draw=torch.Generator().manual_seed(1))
+    parts = [completion_hidden(model, micro_batch(ids))]
     prompt, own = KVCache(2), KVCache(2)
     model.trunk(ids(1, 5), cache=prompt)
     for start, length in ((5, 3), (8, 4)):
@@ -303,6 +311,49 @@ def test_compiled_training_takes_the_kernel_as_it_is(monkeypatch):
     expected, actual = ([y, *model_gradients(model, y)] for y in (model.trunk(ids), compiled(ids)))
     for a, e in zip(actual, expected, strict=True):
         assert (a - e).abs().max() <= 1e-5 * e.abs().max() + 5e-5
+
+
+def plain_and_compiled(model, **options) -> list[list[torch.Tensor]]:
+    """Hidden states of completions after prompts, and gradients, before and after each block is compiled by itself;
+    more graphs than PyTorch allows, after which it compiles no more, are an error."""
+    batch = micro_batch(partial(drawn_ids, draw=torch.Generator().manual_seed(1)))
+    found = []
+    register_operator()
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for compiled in (False, True):
+            for block in model.blocks if compiled else ():
+                block.compile(fullgraph=True, dynamic=False, **options)
+            y = completion_hidden(model, batch)
+            found.append([y.detach(), *model_gradients(model, y)])
+    return found
+
+
+def test_blocks_of_an_imported_model_are_compiled_once_for_all_layers():
+    """Behind a prefix: one graph, and one for the last layer, which leaves prompts out."""
+    torch._dynamo.utils.counters.clear()
+    expected, actual = plain_and_compiled(small_model("decoder", layers=3), backend="eager")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    for a, e in zip(actual, expected, strict=True):
+        assert (a - e).abs().max() <= 1e-5 * e.abs().max() + 5e-5
+
+
+@QUICK
+def test_the_operator_that_is_compiled_gives_the_gradients_of_a_prefix_too():
+    register_operator()
+    inputs, lengths = training_case(U=2, Hkv=1, R=2, group=2, T=3, Tp=5, D=16)
+    out = kernels.OPERATOR[0](*inputs, lengths, FULL)[0].permute(0, 3, 1, 4, 2, 5)
+    expected = attention(*inputs, lengths, FULL)
+    assert torch.equal(out, expected)
+    assert all(map(torch.equal, gradients_of(out, inputs), gradients_of(expected, inputs)))
+
+
+@gpu
+def test_compiled_blocks_on_a_gpu_give_the_same_gradients():
+    """In fp32, of more layers than graphs may be."""
+    expected, actual = plain_and_compiled(small_model("decoder", layers=10))
+    for a, e in zip(actual, expected, strict=True):
+        assert (a - e).norm() <= 1e-2 * e.norm()
 
 
 @gpu

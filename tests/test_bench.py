@@ -121,6 +121,7 @@ def test_other_packages_cross_entropies_give_the_same_gradients(monkeypatch, cap
 @pytest.mark.parametrize("script, flags, words", [
     (bench_step, ["--n-head", "5"], "--n-head 5"),
     (bench_step, ["--verification-len", "6"], "--verification-len 6: --role plain has no verifier"),
+    (bench_step, ["--compile"], "--compile: for --shape on CUDA alone"),
     (bench_engine, ["--rows", "7", "--num-samples", "2"], "--rows 7"),
     (bench_attention, ["--providers", "ours,theirs"], "theirs"), (bench_attention, ["--n-head", "3"], "--n-head 3"),
     (bench_kernels, ["--providers", "ours,theirs"], "there is no theirs")])

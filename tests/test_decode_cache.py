@@ -100,8 +100,7 @@ def case(sizes, Hkv=2, group=2, D=32, transposed=True, dtype=torch.float32, unre
     prompts.positions = torch.where(columns < prefixes[:, None], columns, PADDING_POSITION)
     prompts.last_embedding = random(len(sizes), 1, 4, seed=6, dtype=dtype)
     for i in range(LAYERS):
-        prompts.k[i], prompts.v[i] = (random(len(sizes), Hkv, 1, width, D, seed=10 * i + s, dtype=dtype)
-                                      for s in (7, 8))
+        prompts.kv[i][:] = (random(len(sizes), Hkv, 1, width, D, seed=10 * i + s, dtype=dtype) for s in (7, 8))
     draw = torch.Generator().manual_seed(n)
     of_slots = torch.randperm(slots, generator=draw)[: len(sizes)]
     cache.put(of_slots, prompts)
@@ -244,7 +243,7 @@ def test_a_slot_and_a_place_are_given_to_others(dtype, rows_per_slot):
         prompt = KVCache(1)
         prompt.positions, prompt.last_embedding = torch.arange(prompt_tokens)[None], torch.full((1, 1, 3), float(seed),
                                                                                                 dtype=dtype)
-        prompt.k[0], prompt.v[0] = (random(1, 2, 1, prompt_tokens, 32, seed=seed + s, dtype=dtype) for s in (1, 2))
+        prompt.kv[0][:] = (random(1, 2, 1, prompt_tokens, 32, seed=seed + s, dtype=dtype) for s in (1, 2))
         cache.put(slot, prompt)
         cache.begin(place, slot)
         for t in range(1, steps + 1):

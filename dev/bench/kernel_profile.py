@@ -27,7 +27,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dev.bench.common import COUNT, DTYPES, add_model_args
-from dev.bench.step import make_role, train, update_flops
+from dev.bench.step import check_compile, make_role, train, update_flops
 from nanochat.cli import at_least, script_main
 from nanochat.common import BadInput, init_device, print0
 from nanochat.engine import Decoding, Graphs, row_key, uses_graphs
@@ -84,6 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batch-tokens", type=at_least(1), default=16384)
     parser.add_argument("--recompute", action="store_true",
                         help="run blocks again in the backward pass; for --shape alone")
+    parser.add_argument("--compile", action="store_true", help="of the update, as dev/bench/step.py's")
     parser.add_argument("--trace", default="", help="a folder for Chrome traces, one a part; default: none are kept")
     add_model_args(parser)
     return parser
@@ -339,6 +340,7 @@ def main(args) -> None:
     if args.rows % args.num_samples:
         raise BadInput(f"--rows {args.rows}: must be a multiple of --num-samples {args.num_samples}")
     device = init_device(args.device_type)
+    check_compile(args, device)
     role = make_role(args, "generator", args.prompt_len + args.completion_len, device)
     speed, unknown = machine_speed(device, DTYPES[args.dtype]), set()
     print0(f"this machine: {speed[0] / 1e12:.4g} TFLOP/s of products, {speed[1] / 1e9:.4g} GB/s of copies")

@@ -25,6 +25,7 @@ from nanochat.common import BadInput, all_reduce, init_device, print0, rank_and_
 from nanochat.engine import generate, row_key
 from nanochat.flops import decode_floor, machine_speed, matrix_weights, prefill_floor, prompt_weights, synchronize
 from nanochat.kernels import cpu
+from nanochat.kernels.attention import register_operator
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.optim import adamw
 from nanochat.rl.learn.packing import pack, token_weights
@@ -53,6 +54,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-rows", type=at_least(1), default=1024, help="rows that decode together")
     parser.add_argument("--recompute", action="store_true",
                         help="run blocks again in the backward pass; for --shape alone")
+    parser.add_argument("--compile", action="store_true",
+                        help="compile the blocks that are trained (torch.compile); for --shape on CUDA alone, where "
+                             "sampling has a copy, and without --recompute")
     add_model_args(parser)
     return parser
 
@@ -65,9 +69,19 @@ def peak_memory_mb(device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2 ** 20
 
 
+def check_compile(args, device) -> None:
+    """Raises BadInput where blocks cannot be compiled: on CPU they sample, too, and a GPT's are not made for it."""
+    if args.compile and (device.type != "cuda" or args.recompute or not args.shape):
+        raise BadInput("--compile: for --shape on CUDA alone, without --recompute")
+
+
 def make_role(args, name: str, context: int, device) -> Role:
     model = random_model(args, context, device)
     set_recompute(model, args.recompute, name)
+    if args.compile:
+        register_operator()
+        for block in model.blocks:
+            block.compile()
     parameters = list(model.parameters())
     return Role(name, model, parameters, adamw(parameters, 1e-4))
 
@@ -184,6 +198,7 @@ def main(args) -> None:
         raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the "
                        f"{rank_and_world()[1]} ranks")
     device = init_device(args.device_type)
+    check_compile(args, device)
     args.micro_batch_tokens = args.micro_batch_tokens or (16384 if device.type == "cuda" else 4096)
     context = args.prompt_len + args.completion_len + args.verification_len
     names = [f"role {n}" for n in range(args.num_roles)] if args.num_roles > 1 else ["generator"]

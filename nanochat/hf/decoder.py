@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanochat import gpt
 
-from nanochat.attention import PADDING_POSITION, KVCache, columns_up_to, first_columns, make_mask
+from nanochat.attention import PADDING_POSITION, KVCache, columns_up_to, extend, first_columns, make_mask
 from nanochat.decode_cache import DecodeCache
 from nanochat.decode_step import DecoderStep
 from nanochat.gpt import GPT, at_ends, attend_all, last_tokens, run_passes
@@ -419,22 +419,27 @@ class ForwardPass:
 
 
 class LayerCache:
-    """A layer's part of a cache, or of none."""
+    """A layer's part of a cache, or of none. It does not say which layer, but to a DecodeCache: torch.compile would
+    make each layer anew, and stop at the eighth."""
 
     def __init__(self, cache: KVCache | DecodeCache | None, layer: int):
-        self.cache, self.layer, self.called = cache, layer, False
+        self.cache, self.layer, self.kv, self.called = cache, None, None, False
+        if isinstance(cache, DecodeCache):
+            self.layer = layer
+        elif cache is not None:
+            self.kv = cache.kv[layer]
 
     def once(self):
         """Where the block puts its keys and values: a DecodeCache, None, or this."""
         return self.cache if self.cache is None or isinstance(self.cache, DecodeCache) else self
 
-    def append(self, layer: int, k, v):
+    def append(self, _, k, v):
         """Stores new keys and values; gives those of all columns."""
         if self.called:  # the block is run once more for its backward pass
             return k, v
         self.called = True
-        return self.cache.append(layer, k, v)
+        return extend(self.kv, k, v)
 
     def shared(self) -> tuple:
         """Keys and values (U, Hkv, T, D) of a prefix; empty without one."""
-        return () if self.cache is None else tuple(x[self.layer][:, :, 0] for x in (self.cache.k, self.cache.v))
+        return () if self.cache is None else tuple(x[:, :, 0] for x in self.kv)

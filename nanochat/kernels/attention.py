@@ -312,34 +312,42 @@ OPERATOR: list = []  # once it is registered
 
 
 def register_operator() -> None:
-    """Makes `attention` without a prefix ready for torch.compile; called before compiling. Not done by importing:
-    torch.library and torch.compiler take a second."""
+    """Makes `attention` ready for torch.compile; called before compiling. Not done by importing: torch.library and
+    torch.compiler take a second."""
     if OPERATOR:
         return
     torch.compiler.assume_constant_result(takes_attention)  # marks it
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return forward_of(q.contiguous(), k.contiguous(), v.contiguous(), None, None, None, window)
+    tensor, maybe = torch.Tensor, torch.Tensor | None
+    contiguous = lambda *given: [None if x is None else x.contiguous() for x in given]
 
-    def gradients(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                  lse: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        grad, q, k, v, out, lse = (x.contiguous() for x in (grad, q, k, v, out, lse))
-        return tuple(gradients_of(grad, q, k, v, None, None, None, out, lse, window)[:3])
+    def forward(q: tensor, k: tensor, v: tensor, prefix_k: maybe, prefix_v: maybe, prefix_lengths: maybe,
+                window: int) -> tuple[tensor, tensor]:
+        return forward_of(*contiguous(q, k, v, prefix_k, prefix_v, prefix_lengths), window)
 
-    def shapes(q, k, v, window):
+    def gradients(grad: tensor, q: tensor, k: tensor, v: tensor, prefix_k: maybe, prefix_v: maybe,
+                  prefix_lengths: maybe, out: tensor, lse: tensor, window: int) -> list[tensor]:
+        found = gradients_of(*contiguous(grad, q, k, v, prefix_k, prefix_v, prefix_lengths, out, lse), window)
+        return [x for x in found if x is not None]
+
+    def shapes(q, k, v, prefix_k, prefix_v, prefix_lengths, window):
         U, Hkv, R, group, T, D = q.shape
         return q.new_empty(U, R, T, Hkv, group, D), q.new_empty(U, Hkv, R, group, T, dtype=torch.float32)
 
     def save(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:3], *output)
-        ctx.window = inputs[3]
+        ctx.save_for_backward(*inputs[:6], *output)
+        ctx.window = inputs[6]
+
+    def backward(ctx, grad, _):
+        found = gradients(grad, *ctx.saved_tensors, ctx.window)
+        return *found, *[None] * (7 - len(found))
 
     forward = torch.library.custom_op("nanochat::attention", forward, mutates_args=())
     gradients = torch.library.custom_op("nanochat::attention_gradients", gradients, mutates_args=())
     forward.register_fake(shapes)
-    gradients.register_fake(lambda grad, q, k, v, out, lse, window: tuple(x.new_empty(x.shape) for x in (q, k, v)))
-    forward.register_autograd(lambda ctx, grad, _: (*gradients(grad, *ctx.saved_tensors, ctx.window), None),
-                              setup_context=save)
+    gradients.register_fake(lambda grad, q, k, v, prefix_k, prefix_v, *_: [
+        x.new_empty(x.shape) for x in (q, k, v, prefix_k, prefix_v) if x is not None])
+    forward.register_autograd(backward, setup_context=save)
     OPERATOR.append(forward)
 
 
@@ -352,7 +360,7 @@ def attention(q, k, v, prefix_k, prefix_v, prefix_lengths, window: int):
     prefix_lengths (U,) int64 columns are filled, or three None. A query sees itself and the `window` positions before
     it. -> (U, Hkv, R, group, T, D) of q's dtype, in memory (U, R, T, Hkv, group, D). Scores are scaled by 1/sqrt(D).
     """
-    if torch.compiler.is_compiling() and prefix_k is None:
+    if torch.compiler.is_compiling():
         operator, = OPERATOR
-        return operator(q, k, v, window)[0].permute(0, 3, 1, 4, 2, 5)
+        return operator(q, k, v, prefix_k, prefix_v, prefix_lengths, window)[0].permute(0, 3, 1, 4, 2, 5)
     return run(_Attention, q, k, v, prefix_k, prefix_v, prefix_lengths, window)
