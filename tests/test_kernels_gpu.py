@@ -81,8 +81,8 @@ def test_a_decoding_layer_is_a_handful_of_launches():
     cache; of every other layer a gather and a gate. Qwen: seven products, and an addition after the MLP."""
     from dev.bench import count_launches
     most = {"GPT d20": 12, "Qwen2.5-1.5B": 14, "Qwen3, same size": 14}
-    for name, make in count_launches.MODELS.items():
-        counted = count_launches.table(make)
+    for name, model in count_launches.MODELS.items():
+        counted = count_launches.table(*model)
         plain, fused = counted["layer without attention"]
         assert fused <= most[name] and plain >= 2 * fused, name
         plain, fused = counted["head and draw"]
