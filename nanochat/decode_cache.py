@@ -75,19 +75,28 @@ class DecodeCache:
         self.lengths[places] = num_own
         return self.prefix_lengths[self.slots[places]] + num_own - 1
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-        """Stores the keys and values (n, Hkv, 1, 1, D) of new tokens; attention of their queries (n, Hkv, 1, group, 1,
-        D) over all that their rows have. -> as q"""
-        q, k, v = q[:, :, 0, :, 0], k[:, :, 0, 0], v[:, :, 0, 0]  # (n, Hkv, group, D), (n, Hkv, D)
+    def columns(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """What a kernel must know that itself stores the keys and values of new tokens: those of a place go into its
+        column lengths - 1."""
+        return self.k[layer], self.v[layer], self.places, self.lengths
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,
+               window: int) -> torch.Tensor:
+        """Stores the keys and values (n, Hkv, 1, 1, D) of new tokens (None: a kernel has done so, see `columns`);
+        attention of their queries (n, Hkv, 1, group, 1, D) over all that their rows have. -> as q"""
+        q = q[:, :, 0, :, 0]  # (n, Hkv, group, D)
         if self.by_kernel:
+            k, v = k[:, :, 0, 0], v[:, :, 0, 0]  # (n, Hkv, D)
             y, spec = q.new_empty(q.shape), self.spec(layer, window, q.shape[2])
             assert k.stride() == v.stride() and q.stride(3) == k.stride(2) == 1
             spec.q, spec.new_k, spec.new_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
             spec.q_row, spec.q_head, spec.q_group, spec.kv_row, spec.kv_head = *q.stride()[:3], *k.stride()[:2]
             cpu.call("decode", spec, y)
             return y[:, :, None, :, None]
-        columns = self.lengths[self.places] - 1
-        self.k[layer][self.places, :, columns], self.v[layer][self.places, :, columns] = k, v
+        if k is not None:
+            columns = self.lengths[self.places] - 1
+            for kept, new in ((self.k[layer], k), (self.v[layer], v)):
+                kept[self.places, :, columns] = new[:, :, 0, 0]
         function = decode_attention if takes_triton(q) else decode_attention_plain
         y = function(q, self.k[layer], self.v[layer], self.places, self.lengths, self.prefix_k[layer],
                      self.prefix_v[layer], self.prefix_lengths, self.slots, window)

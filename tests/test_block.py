@@ -118,6 +118,23 @@ def test_heads_are_split_as_by_pytorch(shape, gated, dtype):
 
 
 @DTYPES
+def test_keys_and_values_go_into_a_cache_as_they_are(dtype):
+    """Of three rows, in places 4, 0 and 2 of 5, to columns 5, 0 and 3; nothing else is touched."""
+    Hkv, D = 2, 24
+    q, k, v = (random(3, 1, heads * D, dtype=dtype, seed=seed) for seed, heads in enumerate((6, Hkv, Hkv)))
+    cos_sin = rotary(torch.tensor([[9], [2], [5]], device=DEVICE), D, dtype)
+    places, lengths = (torch.tensor(x, device=DEVICE) for x in ([4, 0, 2], [1, 99, 4, 99, 6]))
+    cache = random(2, 5, Hkv, 7, D, dtype=dtype, seed=3)
+    expected = cache.clone()
+    queries, *made = block.split_heads(q, k, v, *cos_sin, 3, Hkv, norm="after", scale=1.2)
+    for kept, new in zip(expected, made, strict=True):
+        kept[places, :, lengths[places] - 1] = new[:, :, 0, 0]
+    same, *nothing = block.split_heads(q, k, v, *cos_sin, 3, Hkv, norm="after", scale=1.2,
+                                       into=(*cache, places, lengths))
+    assert torch.equal(same, queries) and torch.equal(cache, expected) and nothing == [None, None]
+
+
+@DTYPES
 @pytest.mark.parametrize("shape, bias, qk_norm", [(SHAPES[0], False, False), (SHAPES[1], True, False),
                                                   (SHAPES[2], False, True), (SHAPES[3], True, True)], ids=str)
 def test_heads_of_imported_models_are_split_as_by_pytorch(shape, bias, qk_norm, dtype):

@@ -3,11 +3,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import randomized
 from test_engine import (PROMPT_LENGTHS, assert_same, keys_for, random_prompts, refilled, sampled, tiny_model,
                          together as all_at_once)
 
-from nanochat import engine
+from nanochat import decode_cache, engine
 from nanochat.engine import Graphs
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.hf.decoder import Decoder, DecoderConfig
+from nanochat.kernels import cpu, ops
 
 together = all_at_once  # the fixture
 
@@ -110,6 +114,27 @@ def test_should_stop_is_asked_between_graphs(monkeypatch):
     out = sampled(model, random_prompts(3), 2, keys_for(2), max_new_tokens=100, stop_tokens=[],
                   should_stop=lambda: next(answers))
     assert len(model.decoding) == 12 and out.lengths.tolist() == [13, 13]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the test below runs them")
+@pytest.mark.parametrize("model", [
+    GPT(GPTConfig(64, 70, 2, 2, 1, 32, "SL")),
+    Decoder(DecoderConfig("qwen3", 64, 70, 2, 2, 1, 32, 16, 48, 1e-6, 1e4, None, True, False, False, True, True))],
+    ids=["gpt", "decoder"])
+def test_the_kernels_of_cuda_sample_the_same_in_their_interpreter(monkeypatch, model):
+    """Whole steps in fp32, of rows that end and places that are refilled, against what a CPU does."""
+    pytest.importorskip("triton", minversion="3.7")
+    randomized(model)
+    work = lambda: sampled(model, [[3, 1], [9]], 2, keys_for(15)[11:], max_new_tokens=4, stop_tokens=[*range(16)],
+                           max_rows=3)
+    with torch.no_grad():
+        reference = work()
+        emulate(monkeypatch, check_every=1)
+        monkeypatch.setattr(cpu, "library", lambda: None)
+        for module in (engine, decode_cache, ops):
+            monkeypatch.setattr(module, "takes_triton", lambda x: True)
+        assert_same(work(), reference)
+    assert reference.lengths.tolist() == [2, 2, 4, 2]
 
 
 @pytest.mark.gpu

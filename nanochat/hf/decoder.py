@@ -19,7 +19,7 @@ from nanochat import gpt
 from nanochat.attention import PADDING_POSITION, KVCache, columns_up_to, first_columns, make_mask
 from nanochat.decode_cache import DecodeCache
 from nanochat.decode_step import DecoderStep
-from nanochat.gpt import GPT, at_ends, attend_all, last_tokens, run_passes
+from nanochat.gpt import GPT, at_ends, attend_all, columns_of, last_tokens, run_passes
 from nanochat.kernels import tiles
 from nanochat.kernels.block import split_heads
 from nanochat.kernels.ops import add_norm, linear, norm, rotate, swiglu, takes_block, to_units
@@ -148,10 +148,10 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm, self.k_norm = Norm(config.head_dim, config.norm_eps), Norm(config.head_dim, config.norm_eps)
 
-    def heads(self, x, cos_sin, units: int):
+    def heads(self, x, cos_sin, units: int, into: tuple | None = None):
         """x (B, T, C) -> q (U, Hkv, R, group, T, D), k and v (U, Hkv, R, T, D), as attention wants them."""
         if takes_block(x):
-            return self.heads_in_one(x, cos_sin, units)
+            return self.heads_in_one(x, cos_sin, units, into)
         apart = lambda y: y.unflatten(-1, (-1, self.head_dim))  # (B, T, heads, D)
         q, k, v = apart(self.q_proj(x)), apart(self.k_proj(x)), apart(self.v_proj(x))
         if hasattr(self, "q_norm"):
@@ -160,7 +160,7 @@ class Attention(nn.Module):
         q, k, v = (to_units(part, units, self.n_kv_head) for part in (q, k, v))
         return q.contiguous(), k[:, :, :, 0].contiguous(), v[:, :, :, 0].contiguous()
 
-    def heads_in_one(self, x, cos_sin, units: int):
+    def heads_in_one(self, x, cos_sin, units: int, into: tuple | None = None):
         """The same on CUDA without gradients: biases, norms, rotation and layout in one launch after the products."""
         cast = lambda *weights: [weight.to(x.dtype) for weight in weights]
         layers = self.q_proj, self.k_proj, self.v_proj
@@ -170,11 +170,12 @@ class Attention(nn.Module):
         if hasattr(self, "q_norm"):
             options |= dict(norm="before", weights=cast(self.q_norm.weight, self.k_norm.weight),
                             epsilon=self.q_norm.eps)
-        return split_heads(*parts, *cos_sin, units, self.n_kv_head, **options)
+        return split_heads(*parts, *cos_sin, units, self.n_kv_head, into=into, **options)
 
     def forward(self, x, cos_sin, mask, cache, prefix, ends):
         B = len(x)
-        q, k, v = self.heads(x, cos_sin, B if prefix.cache is None else len(prefix.cache.positions))
+        units = B if prefix.cache is None else len(prefix.cache.positions)
+        q, k, v = self.heads(x, cos_sin, units, columns_of(cache.layer, cache.cache))
         y = attend_all(cache.layer, cache.once(), q, k, v, mask, prefix.shared(), ends)  # (U, Hkv, R, group, T, D)
         return self.o_proj(y.permute(0, 2, 4, 1, 3, 5).reshape(B, -1, self.n_head * self.head_dim))
 
