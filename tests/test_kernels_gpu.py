@@ -77,13 +77,13 @@ for capability, place in ((90, 0), (100, -1)):
 
 
 def test_a_decoding_layer_is_a_handful_of_launches():
-    """Four products of matrices, two norms, heads, activation; GPT: of every other layer a gather and a gate; Qwen: an
-    addition after the MLP. Its attention is one."""
+    """Four products of matrices, two norms, heads, activation; of every other layer of a GPT a gather and a gate.
+    Attention is one more."""
     from dev.bench import count_launches
     for name, model in count_launches.MODELS.items():
         counted = count_launches.table(*model)
         plain, fused = counted["layer without attention"]
-        assert fused == 9 and plain > 28 and counted["attention"][1] == 1, name
+        assert fused == (9 if name == "GPT d20" else 8) and plain > 28 and counted["attention"][1] == 1, name
         plain, fused = counted["head and draw"]
         assert fused == 3 and plain > 30, name
 
