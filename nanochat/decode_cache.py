@@ -5,11 +5,12 @@ A row has a place, which it leaves to another one when it ends. It continues a p
 values exist once for all its rows.
 """
 import ctypes
+from collections.abc import Callable
 
 import torch
 
 from nanochat.attention import PADDING_POSITION, KVCache
-from nanochat.kernels import cpu
+from nanochat.kernels import cpu, steps
 from nanochat.kernels.decode_attention import decode_attention, decode_attention_plain
 from nanochat.kernels.launch import round_up, takes_triton
 
@@ -41,6 +42,7 @@ class DecodeCache:
         whole = lambda n, value: torch.full((n,), value, dtype=torch.long, device=device)
         self.lengths, self.slots, self.prefix_lengths = whole(places, 1), whole(places, 0), whole(slots, 1)
         self.places = self.last_embedding = self.prompt_embedding = None
+        self.cos_sin = None  # of all positions, when they have been asked for
         self.step = None  # the kernel of a model that runs in it (decode_step.DecodeStep)
 
     def put(self, slots: torch.Tensor, prompts: KVCache) -> None:
@@ -72,8 +74,18 @@ class DecodeCache:
         """Says in which places (n,) the rows of the next forward are, and how many tokens of their own they have with
         the one that is run. -> positions of these (n,)"""
         self.places = places
+        if takes_triton(places):
+            return steps.advance(places, num_own, self.lengths, self.slots, self.prefix_lengths)
         self.lengths[places] = num_own
         return self.prefix_lengths[self.slots[places]] + num_own - 1
+
+    def rotary(self, positions: torch.Tensor, make: Callable) -> torch.Tensor:
+        """cos, sin of the rotary angles of positions (n, 1), looked up in those that `make` has given of all (1,
+        num_columns) of them. -> (2, n, 1, 1, D/2)"""
+        if self.cos_sin is None:
+            columns = torch.arange(self.num_columns, device=positions.device)
+            self.cos_sin = torch.cat(make(columns[None]))  # (2, num_columns, 1, D/2)
+        return self.cos_sin.index_select(1, positions[:, 0])[:, :, None]
 
     def columns(self, layer: int) -> tuple[torch.Tensor, ...]:
         """What a kernel must know that itself stores the keys and values of new tokens: those of a place go into its

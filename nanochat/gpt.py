@@ -8,6 +8,7 @@ the first embedding, backout (the middle layer's output is taken off at the end)
 `trunk` gives hidden states and `head` logits, apart, so that a fused loss can stand in for the head.
 """
 import contextlib
+import functools
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -239,7 +240,8 @@ class ForwardPass:
         self.model, self.ids, self.cache, self.prefix, self.kept = model, ids, cache, prefix, kept
         self.x, self.ends = self.embed(positions), None
         config, dtype, decoding = model.config, self.x.dtype, isinstance(cache, DecodeCache)
-        self.cos_sin = rotary(positions, config.head_dim, dtype)
+        angles = functools.partial(rotary, head_dim=config.head_dim, dtype=dtype)
+        self.cos_sin = cache.rotary(positions, angles) if decoding else angles(positions)
         self.masks = {w: w if decoding else make_mask(T, w, config.sequence_len, cache, prefix, positions, dtype)
                       for w in set(model.windows)}
         if cache is not None and not decoding:

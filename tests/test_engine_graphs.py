@@ -8,7 +8,7 @@ from test_engine import (PROMPT_LENGTHS, assert_same, keys_for, random_prompts, 
                          together as all_at_once)
 
 from nanochat import decode_cache, engine
-from nanochat.engine import Graphs
+from nanochat.engine import Decoding, Graphs
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.kernels import cpu, ops
@@ -116,7 +116,10 @@ def test_should_stop_is_asked_between_graphs(monkeypatch):
     assert len(model.decoding) == 12 and out.lengths.tolist() == [13, 13]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there the test below runs them")
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="there the last test runs the kernels")
+
+
+@INTERPRETED
 @pytest.mark.parametrize("model", [
     GPT(GPTConfig(64, 70, 2, 2, 1, 32, "SL")),
     Decoder(DecoderConfig("qwen3", 64, 70, 2, 2, 1, 32, 16, 48, 1e-6, 1e4, None, True, False, False, True, True))],
@@ -135,6 +138,30 @@ def test_the_kernels_of_cuda_sample_the_same_in_their_interpreter(monkeypatch, m
             monkeypatch.setattr(module, "takes_triton", lambda x: True)
         assert_same(work(), reference)
     assert reference.lengths.tolist() == [2, 2, 4, 2]
+
+
+@INTERPRETED
+def test_the_kernels_around_trunk_and_draw_do_what_pytorch_does(monkeypatch):
+    """130 of 150 rows, in 130 of 140 places, with 0 to 4 tokens of 5: two programs of each kernel."""
+    pytest.importorskip("triton", minversion="3.7")
+    generator = torch.Generator().manual_seed(0)
+    some = lambda high, n: torch.randint(high, (n,), generator=generator)
+    places, rows = (torch.randperm(n, generator=generator)[:130] for n in (140, 150))
+    t, new, logprobs = some(5, 130), some(12, 130), torch.rand(130, generator=generator)
+    slots, prefix_lengths = some(50, 140), some(30, 50)
+    monkeypatch.setattr(engine, "pick_after", lambda *args: (new, logprobs))
+    after = []
+    for by_kernel in (False, True):
+        for module in (engine, decode_cache):
+            monkeypatch.setattr(module, "takes_triton", lambda x, by_kernel=by_kernel: by_kernel)
+        batch = Decoding(tiny_model(), [[1]] * 50, 3, 5, [7, 9], keys_for(150), 1.0, 0, 140, None)
+        batch.cache.slots.copy_(slots)
+        batch.cache.prefix_lengths[:50] = prefix_lengths
+        positions = batch.cache.advance(places, t)
+        batch.draw_next(None, places, rows, t)
+        after.append([positions, batch.cache.lengths, batch.tokens, batch.logprobs, batch.of_places])
+    assert all(map(torch.equal, *after))
+    assert (batch.row[places] == 150).tolist() == ((new == 7) | (new == 9) | (t == 4)).tolist()
 
 
 @pytest.mark.gpu

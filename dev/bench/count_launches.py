@@ -26,10 +26,11 @@ from nanochat.engine import Decoding
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf import decoder
 from nanochat.hf.decoder import Decoder, DecoderConfig
-from nanochat.kernels import block, decode_attention, draw, ops
+from nanochat.kernels import block, decode_attention, draw, ops, steps
 
 TRITON = [(block, name) for name in ("norm_rows", "elements", "gate_rows", "head_rows")] + [
-    (draw, name) for name in ("segment_statistics", "draw_rows")] + [(decode_attention, "decode_rows")]
+    (draw, name) for name in ("segment_statistics", "draw_rows")] + [(decode_attention, "decode_rows")] + [
+    (steps, name) for name in ("advance_rows", "record_rows")]
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
 COPIES_OR_VIEWS = {"to", "contiguous", "reshape"}
 

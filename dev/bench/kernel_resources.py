@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from nanochat.kernels import attention, block, decode_attention, draw, linear_logprob, linear_policy_loss
+from nanochat.kernels import attention, block, decode_attention, draw, linear_logprob, linear_policy_loss, steps
 
 CAPABILITIES = (90, 100)
 FP32 = dict.fromkeys(["logprobs", "entropies", "losses", "advantages", "weights", "old_logprobs", "ref_logprobs"],
@@ -163,12 +163,22 @@ def attention_cases():
             yield decode_attention.join_splits, name, types, dict(D=D, BLOCK_D=D), dict(num_warps=1)
 
 
+def step_cases():
+    types = dict.fromkeys(["n", "N", "T", "capacity", "num_stop"], "i32")
+    types |= dict.fromkeys(["places", "num_own", "lengths", "slots", "prefix_lengths", "positions", "rows", "t", "new",
+                            "stop_tokens", "tokens", "row", "token", "drawn"], "*i64")
+    types |= dict.fromkeys(["new_logprobs", "logprobs"], "*fp32")
+    for kernel in (steps.advance_rows, steps.record_rows):
+        yield kernel, "", types, dict(ROWS=steps.ROWS), dict(num_warps=4)
+
+
 def cases():
     """Of every kernel the variants that are run: kernel, name of the variant, types of its arguments (those that TYPES
     lacks or has otherwise), constants, options of compile_for."""
     yield from linear_cases()
     yield from draw_cases()
     yield from block_cases()
+    yield from step_cases()
     yield from attention_cases()
 
 

@@ -396,7 +396,7 @@ class ForwardPass:
             cache.last_embedding = self.x.new_zeros(B, 1, 0)  # only a GPT's smear looks back
             if cache.length == 0 and prefix is None:
                 cache.positions = positions
-        self.cos_sin = model.rotary(positions)
+        self.cos_sin = cache.rotary(positions, model.rotary) if decoding else model.rotary(positions)
         self.mask = context if decoding else make_mask(T, context, context, cache, prefix, positions, self.x.dtype)
         self.ends, self.places = None, None
         if model.lm_head.is_narrow and ids.device.type == "cpu" and not torch.compiler.is_compiling():
