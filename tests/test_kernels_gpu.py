@@ -85,6 +85,7 @@ def test_a_decoding_layer_is_a_handful_of_launches():
         counted = count_launches.table(*model)
         plain, fused = counted["layer without attention"]
         assert fused == (9 if name == "GPT d20" else 8) and plain > 28 and counted["attention"][1] == 1, name
+        assert counted["around trunk and draw"][1] == 4 and counted["all else of the trunk"][1] <= 14, name
         plain, fused = counted["head and draw"]
         assert fused == 3 and plain > 30, name
 
