@@ -4,8 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import randomized
-from test_engine import (PROMPT_LENGTHS, assert_same, keys_for, random_prompts, refilled, sampled, tiny_model,
-                         together as all_at_once)
+from test_engine import (FAMILIES, PROMPT_LENGTHS, assert_same, keys_for, random_prompts, refilled, related_prompts,
+                         sampled, tiny_model, together as all_at_once)
 
 from nanochat import decode_cache, engine
 from nanochat.engine import Decoding, Graphs
@@ -94,6 +94,15 @@ def test_on_the_path_of_cuda_graphs_places_are_refilled(monkeypatch, together):
     assert len(model.decoding) <= (tokens + ended_in_between) / (16 - 2 + 1) + longest + 2
 
 
+@pytest.mark.parametrize("max_new", [20, 1])
+def test_on_the_path_of_cuda_graphs_prompts_begin_after_what_they_share(monkeypatch, max_new):
+    prompts, options = related_prompts()[0], dict(max_new_tokens=max_new, max_rows=4)
+    reference = sampled(tiny_model(), prompts, 1, keys_for(10), **options)
+    emulate(monkeypatch)
+    assert_same(sampled(tiny_model(), prompts, 1, keys_for(10), families=FAMILIES, **options), reference)
+    assert Emulated.captured
+
+
 def test_a_tool_on_the_path_of_cuda_graphs(monkeypatch):
     heard = []
 
@@ -148,7 +157,7 @@ def test_the_kernels_around_trunk_and_draw_do_what_pytorch_does(monkeypatch):
     some = lambda high, n: torch.randint(high, (n,), generator=generator)
     places, rows = (torch.randperm(n, generator=generator)[:130] for n in (140, 150))
     t, new, logprobs = some(5, 130), some(12, 130), torch.rand(130, generator=generator)
-    slots, prefix_lengths = some(50, 140), some(30, 50)
+    slots, prefix_lengths, rests = some(50, 140), some(30, 50), some(9, 140)
     monkeypatch.setattr(engine, "pick_after", lambda *args: (new, logprobs))
     after = []
     for by_kernel in (False, True):
@@ -156,6 +165,7 @@ def test_the_kernels_around_trunk_and_draw_do_what_pytorch_does(monkeypatch):
             monkeypatch.setattr(module, "takes_triton", lambda x, by_kernel=by_kernel: by_kernel)
         batch = Decoding(tiny_model(), [[1]] * 50, 3, 5, [7, 9], keys_for(150), 1.0, 0, 140, None)
         batch.cache.slots.copy_(slots)
+        batch.cache.rests.copy_(rests)
         batch.cache.prefix_lengths[:50] = prefix_lengths
         positions = batch.cache.advance(places, t)
         batch.draw_next(None, places, rows, t)

@@ -164,9 +164,9 @@ def attention_cases():
 
 
 def step_cases():
-    types = dict.fromkeys(["n", "N", "T", "capacity", "num_stop"], "i32")
-    types |= dict.fromkeys(["places", "num_own", "lengths", "slots", "prefix_lengths", "positions", "rows", "t", "new",
-                            "stop_tokens", "tokens", "row", "token", "drawn"], "*i64")
+    types = dict.fromkeys(["n", "N", "T", "num_stop"], "i32")
+    types |= dict.fromkeys(["places", "num_own", "rests", "lengths", "slots", "prefix_lengths", "positions", "rows",
+                            "t", "new", "stop_tokens", "tokens", "row", "token", "drawn"], "*i64")
     types |= dict.fromkeys(["new_logprobs", "logprobs"], "*fp32")
     for kernel in (steps.advance_rows, steps.record_rows):
         yield kernel, "", types, dict(ROWS=steps.ROWS), dict(num_warps=4)
