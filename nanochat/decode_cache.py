@@ -5,11 +5,12 @@ A row has a place, which it leaves to another one when it ends. It continues a p
 values exist once for all its rows.
 """
 import ctypes
+from collections.abc import Callable
 
 import torch
 
 from nanochat.attention import PADDING_POSITION, KVCache
-from nanochat.kernels import cpu
+from nanochat.kernels import cpu, steps
 from nanochat.kernels.decode_attention import decode_attention, decode_attention_plain
 from nanochat.kernels.launch import round_up, takes_triton
 
@@ -20,10 +21,10 @@ class DecodeCache:
     """B places and S slots.
 
     k[i], v[i] (B, Hkv, capacity, D) of layer i: a place's own tokens, of which lengths (B,) int64 count, the one that
-    is run among them; slots (B,): the prompt of each place. prefix_k[i], prefix_v[i] (S, Hkv, Tp, D) with
-    prefix_lengths (S,); on CPU prefix_k may be (S, Hkv, D, Tp). last_embedding (B, 1, C), prompt_embedding (S, 1, C):
-    what the smear of the next token looks back at. places (n,): where the rows of the next forward are. All are written
-    in place, so that a CUDA graph can read them.
+    is run among them, and rests (B,) int64 those of its prompt; slots (B,): the prompt of each place, or its start.
+    prefix_k[i], prefix_v[i] (S, Hkv, Tp, D) with prefix_lengths (S,); on CPU prefix_k may be (S, Hkv, D, Tp).
+    last_embedding (B, 1, C), prompt_embedding (S, 1, C): what the smear of the next token looks back at. places (n,):
+    where the rows of the next forward are. All are written in place, so that a CUDA graph can read them.
     """
 
     def __init__(self, config, places: int, slots: int, rows_per_slot: int, prompt_tokens: int, capacity: int,
@@ -40,7 +41,9 @@ class DecodeCache:
         self.prefix_v = [make(slots, heads, Tp, D) for _ in layers]
         whole = lambda n, value: torch.full((n,), value, dtype=torch.long, device=device)
         self.lengths, self.slots, self.prefix_lengths = whole(places, 1), whole(places, 0), whole(slots, 1)
+        self.rests = whole(places, 0)
         self.places = self.last_embedding = self.prompt_embedding = None
+        self.cos_sin = None  # of all positions, when they have been asked for
         self.step = None  # the kernel of a model that runs in it (decode_step.DecodeStep)
 
     def put(self, slots: torch.Tensor, prompts: KVCache) -> None:
@@ -59,9 +62,29 @@ class DecodeCache:
                 self.prefix_k[i][slots, :, :width] = k[:, :, 0]
             self.prefix_v[i][slots, :, :width] = v[:, :, 0]
 
-    def begin(self, places: torch.Tensor, slots: torch.Tensor) -> None:
-        """Lets these places (n,) continue the prompts in these slots (n,)."""
+    def begin(self, places: torch.Tensor, slots: torch.Tensor, rests: torch.Tensor | int = 0) -> None:
+        """Lets these places (n,) continue the prompts in these slots (n,). rests (n,) int64: where slots hold starts of
+        prompts alone, how many tokens more each prompt has; these are the place's own."""
         self.slots[places], self.last_embedding[places] = slots, self.prompt_embedding[slots]
+        self.rests[places] = rests
+
+    def started(self, slots: torch.Tensor) -> KVCache:
+        """What is stored in these slots (n,), as a prefix of n rows."""
+        prefix, lengths = KVCache(len(self.k)), self.prefix_lengths[slots, None]
+        columns = torch.arange(self.prefix_v[0].shape[2], device=slots.device)
+        empty = columns >= lengths  # (n, Tp)
+        read = lambda x: x[slots].masked_fill(empty[:, None, :, None], 0.0)[:, :, None]
+        prefix.k = [read(k.mT if self.transposed else k) for k in self.prefix_k]
+        prefix.v = [read(v) for v in self.prefix_v]
+        prefix.positions, prefix.length = columns.expand(empty.shape).masked_fill(empty, PADDING_POSITION), len(columns)
+        prefix.last_embedding = self.prompt_embedding[slots]
+        return prefix
+
+    def put_rests(self, places: torch.Tensor, rests: KVCache) -> None:
+        """Stores what has been run after the starts of these places (n,), as their first own tokens."""
+        self.last_embedding[places] = rests.last_embedding
+        for i, (k, v) in enumerate(zip(rests.k, rests.v, strict=True)):
+            self.k[i][places, :, : k.shape[3]], self.v[i][places, :, : k.shape[3]] = k[:, :, 0], v[:, :, 0]
 
     @property
     def num_columns(self) -> int:
@@ -69,25 +92,45 @@ class DecodeCache:
         return self.prefix_v[0].shape[2] + self.k[0].shape[2]
 
     def advance(self, places: torch.Tensor, num_own: torch.Tensor) -> torch.Tensor:
-        """Says in which places (n,) the rows of the next forward are, and how many tokens of their own they have with
-        the one that is run. -> positions of these (n,)"""
+        """Says in which places (n,) the rows of the next forward are, and how many tokens they have after their prompts
+        with the one that is run. -> positions of these (n,)"""
         self.places = places
+        if takes_triton(places):
+            return steps.advance(places, num_own, self.rests, self.lengths, self.slots, self.prefix_lengths)
+        num_own = num_own + self.rests[places]
         self.lengths[places] = num_own
         return self.prefix_lengths[self.slots[places]] + num_own - 1
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-        """Stores the keys and values (n, Hkv, 1, 1, D) of new tokens; attention of their queries (n, Hkv, 1, group, 1,
-        D) over all that their rows have. -> as q"""
-        q, k, v = q[:, :, 0, :, 0], k[:, :, 0, 0], v[:, :, 0, 0]  # (n, Hkv, group, D), (n, Hkv, D)
+    def rotary(self, positions: torch.Tensor, make: Callable) -> torch.Tensor:
+        """cos, sin of the rotary angles of positions (n, 1), looked up in those that `make` has given of all (1,
+        num_columns) of them. -> (2, n, 1, 1, D/2)"""
+        if self.cos_sin is None:
+            columns = torch.arange(self.num_columns, device=positions.device)
+            self.cos_sin = torch.cat(make(columns[None]))  # (2, num_columns, 1, D/2)
+        return self.cos_sin.index_select(1, positions[:, 0])[:, :, None]
+
+    def columns(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """What a kernel must know that itself stores the keys and values of new tokens: those of a place go into its
+        column lengths - 1."""
+        return self.k[layer], self.v[layer], self.places, self.lengths
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,
+               window: int) -> torch.Tensor:
+        """Stores the keys and values (n, Hkv, 1, 1, D) of new tokens (None: a kernel has done so, see `columns`);
+        attention of their queries (n, Hkv, 1, group, 1, D) over all that their rows have. -> as q"""
+        q = q[:, :, 0, :, 0]  # (n, Hkv, group, D)
         if self.by_kernel:
+            k, v = k[:, :, 0, 0], v[:, :, 0, 0]  # (n, Hkv, D)
             y, spec = q.new_empty(q.shape), self.spec(layer, window, q.shape[2])
             assert k.stride() == v.stride() and q.stride(3) == k.stride(2) == 1
             spec.q, spec.new_k, spec.new_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
             spec.q_row, spec.q_head, spec.q_group, spec.kv_row, spec.kv_head = *q.stride()[:3], *k.stride()[:2]
             cpu.call("decode", spec, y)
             return y[:, :, None, :, None]
-        columns = self.lengths[self.places] - 1
-        self.k[layer][self.places, :, columns], self.v[layer][self.places, :, columns] = k, v
+        if k is not None:
+            columns = self.lengths[self.places] - 1
+            for kept, new in ((self.k[layer], k), (self.v[layer], v)):
+                kept[self.places, :, columns] = new[:, :, 0, 0]
         function = decode_attention if takes_triton(q) else decode_attention_plain
         y = function(q, self.k[layer], self.v[layer], self.places, self.lengths, self.prefix_k[layer],
                      self.prefix_v[layer], self.prefix_lengths, self.slots, window)
