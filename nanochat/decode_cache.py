@@ -74,8 +74,8 @@ class DecodeCache:
         columns = torch.arange(self.prefix_v[0].shape[2], device=slots.device)
         empty = columns >= lengths  # (n, Tp)
         read = lambda x: x[slots].masked_fill(empty[:, None, :, None], 0.0)[:, :, None]
-        prefix.k = [read(k.mT if self.transposed else k) for k in self.prefix_k]
-        prefix.v = [read(v) for v in self.prefix_v]
+        prefix.kv = [[read(k.mT if self.transposed else k), read(v)]
+                     for k, v in zip(self.prefix_k, self.prefix_v, strict=True)]
         prefix.positions, prefix.length = columns.expand(empty.shape).masked_fill(empty, PADDING_POSITION), len(columns)
         prefix.last_embedding = self.prompt_embedding[slots]
         return prefix
