@@ -155,6 +155,8 @@ def usable_providers(args, inputs: dict) -> tuple[dict, dict]:
             errors[name] = relative_error(gradients(TRAINING[name](args, part), part), exact)
             action = partial(gradients, TRAINING[name](args, inputs), inputs)
         except NOT_USABLE as error:
+            if name == "ours":
+                raise
             print0(f"{name} is left out: {type(error).__name__}: "
                    f"{(str(error) or 'no reason given').splitlines()[0][:150]}")
             continue
