@@ -205,8 +205,9 @@ class Decoding:
                                                    for value in (NO_TOKEN, 0.0, False))
         self.keys = torch.tensor(keys + [0], dtype=torch.long, device=device)
         self.stop_tokens = torch.tensor(stop_tokens, dtype=torch.long, device=device)
-        # Prompts of like length sit down together, so that little is padding when they are run.
-        order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p]), p))
+        # Prompts of like length sit down together, so that little is padding when they are run; the longest first: what
+        # follows them tends to be long too, and is best not begun last.
+        order = sorted(range(len(prompts)), key=lambda p: (-len(prompts[p]), p))
         slots = Slots([(p, range(p * num_samples, (p + 1) * num_samples)) for p in order], max_rows)
         self.slots, self.capacity = slots, max(1, max_new_tokens - 1)  # the last token's keys are never read
         self.cache = DecodeCache(model.config, slots.num_places, slots.num_slots, num_samples,
@@ -244,6 +245,7 @@ class Decoding:
     def fill(self) -> None:
         """Gives free places to waiting rows, and draws their first tokens."""
         rows, places, filled, new = self.slots.fill()
+        new.reverse()  # the shortest first
         for some in in_pieces(new, [len(self.prompts[p]) for p, _ in new]):
             at = torch.tensor([slot for _, slot in some], device=self.device)
             cached, self.last_hidden[at] = run_prompts(self.model, [self.prompts[p] for p, _ in some])
