@@ -10,7 +10,7 @@ from dev.bench import clock, ranks, waits
 from dev.bench.clock import Card, Fill, Policy, Shape, Steps, decoding, seated
 
 CARD = Card(bandwidth=100.0, launch=1.0, products=20.0, prefill=10.0, train=8.0, eager=3.0, look=7.0)
-SHAPE = Shape(weights=50, prompt_weights=20, parameters=45, cached=4, launches=2)
+SHAPE = Shape(weights=50, head=10, prompt_weights=20, parameters=45, cached=4, launches=2)
 
 
 def steps_of(events):
@@ -35,15 +35,15 @@ def test_rows_sit_as_in_the_engine(monkeypatch, max_rows, graphs, every):
 def test_policies_by_hand():
     """Two rows sit, one of 1 + 2 tokens, one of 1 + 7; looks are every 4 tokens. The third, of 1 + 3, gets the free
     place at the first look, or a window later."""
-    groups, prompts = [[3], [8], [4]], [5, 6, 7]
+    groups, prompts = [[3], [8], [4]], [7, 6, 5]
     now = steps_of(clock.sampling(groups, prompts, 2, Policy(every=4)))
     assert [(e.size, e.steps, e.drawn, e.ended, e.waiting) for e in now] == [(2, 4, 6, 2, True), (2, 4, 6, 2, False)]
-    assert now[0].read == 4 * (5 + 6) + 2 * (1 + 2 + 3 + 4)
+    assert now[0].read == 4 * (7 + 6) + 2 * (1 + 2 + 3 + 4)
     late = steps_of(clock.sampling(groups, prompts, 2, Policy(every=4, late=True)))
     assert [(e.drawn, e.ended) for e in late] == [(6, 2), (3, 5), (3, 5), (0, 4)]
     pieces = lambda ahead: [e.pieces for e in clock.sampling(groups, prompts, 2, Policy(ahead=ahead))
                             if isinstance(e, Fill)]
-    assert pieces(False) == [[(2, 6)], [(1, 7)]] and pieces(True) == [[(3, 7)], []]
+    assert pieces(False) == [[(2, 7)], [(1, 5)]] and pieces(True) == [[(3, 7)], []]
     sizes = lambda more: {e.size for e in steps_of(clock.sampling([[n] for n in range(1, 65)], [3] * 64, 64,
                                                                   Policy(every=1, sizes=more)))}
     assert sizes(0) == {64, 32, 16, 8} and sizes(4) == {64, 48, 32, 16, 8}
@@ -76,13 +76,8 @@ def test_micro_batches_are_those_that_are_packed(max_tokens):
     lengths = [[5, 3, 9], [1, 1, 2], [30, 8, 2], [4, 4, 4]]
     rollouts = random_rollouts([7, 20, 3, 11], list(itertools.chain(*lengths)))
     real = packed(rollouts, random_advantages(rollouts), max_tokens=max_tokens)
-    tokens = [sum(len(rollouts.prompts[g].ids) for g in of_units(batch, rollouts)) + len(batch.index) for batch in real]
-    assert ranks.micro_batches(list(zip([7, 20, 3, 11], lengths, strict=True)), max_tokens) == tokens
-
-
-def of_units(batch, rollouts):
-    """The group of each unit."""
-    return rollouts.group_id[batch.rows].view(len(batch.prompt_ids), -1)[:, 0].tolist()
+    sizes = [(batch.prompt_ids.numel() + batch.tokens.numel(), len(batch.index)) for batch in real]
+    assert ranks.micro_batches(list(zip([7, 20, 3, 11], lengths, strict=True)), max_tokens) == sizes
 
 
 def test_dealing_and_waiting_by_hand():
@@ -90,14 +85,15 @@ def test_dealing_and_waiting_by_hand():
     assert ranks.longest_first([1, 9, 2, 3, 4], 2, lambda n: n) == [[9, 1], [4, 3, 2]]
     problem = lambda n: ranks.Problem(2, [n], [3], [2], n)
     dealt = [[problem(6), problem(2)], [problem(6)]]
-    # 8 x 50 FLOPs a token at 8 FLOP/s: 50 s a token; rank 0 has 12 tokens in micro-batches of 4 and 8, rank 1 has 8
+    # 8 x 40 FLOPs a token and 8 x 10 more a trained one, at 8 FLOP/s. Rank 0 has micro-batches of 4 tokens, 2 of them
+    # trained, and of 8 and 6: 180 and 380 s, rank 1 one of 380
     took, own = ranks.updated(dealt, 8, CARD, SHAPE, shard=True)
-    assert own == [600, 400] and took == pytest.approx(400 + 400)
+    assert own == [560, 380] and took == pytest.approx(380 + 380)
     took, own = ranks.updated(dealt, 8, CARD, SHAPE, shard=False)
-    assert own == [600, 400] and took == pytest.approx(600)
-    step = ranks.step(dealt, CARD, SHAPE, shard=False)
-    assert step.waited["update"] == pytest.approx(100) and step.whole == pytest.approx(sum(step.took.values()))
-    assert ranks.step(dealt, CARD, SHAPE, shard=False, update_evenly=True).took["update"] == 500
+    assert own == [560, 380] and took == pytest.approx(560)
+    step = ranks.step(dealt, CARD, SHAPE, max_tokens=8, shard=False)
+    assert step.waited["update"] == pytest.approx(90) and step.whole == pytest.approx(sum(step.took.values()))
+    assert ranks.step(dealt, CARD, SHAPE, max_tokens=8, shard=False, update_evenly=True).took["update"] == 470
     both = ranks.step(dealt, CARD, SHAPE, shard=False, at_once=True)
     assert both.took["both"] <= step.took["sampling"] + step.took["verification"]
 

@@ -57,6 +57,7 @@ CARDS = {
 class Shape(NamedTuple):
     """What of a model's shape a step costs by."""
     weights: int         # that multiply a decoded token: matrices and head
+    head: int            # of these the head's
     prompt_weights: int  # that multiply a prompt's token
     parameters: int
     cached: int          # bytes of a token's keys and values
@@ -99,7 +100,7 @@ def sampling(lengths: list[list[int]], prompts: list[int], max_rows: int, policy
 
 def seated(lengths: list[list[int]], prompts: list[int], max_rows: int, kind=Slots) -> Slots:
     """The slots that engine.Decoding makes."""
-    G, order = len(lengths[0]), sorted(range(len(prompts)), key=lambda p: (prompts[p], p))
+    G, order = len(lengths[0]), sorted(range(len(prompts)), key=lambda p: (-prompts[p], p))
     return kind([(p, range(p * G, (p + 1) * G)) for p in order], min(max_rows, G * len(prompts)))
 
 
@@ -117,8 +118,9 @@ def decoding(slots: Slots, lengths: list[list[int]], prompts: list[int], policy:
             to_run = [p for p, _ in new if p not in ready]
             if policy.ahead and to_run:
                 ahead = [p for p in ahead if p not in ready and p not in to_run]
-                to_run += ahead[: max(0, PREFILL_TOKENS // prompts[to_run[-1]] - len(to_run))]
+                to_run += ahead[: max(0, PREFILL_TOKENS // prompts[to_run[0]] - len(to_run))]
             ready |= set(to_run)
+            to_run.reverse()
             yield Fill([(len(some), prompts[some[-1]]) for some in in_pieces(to_run, [prompts[p] for p in to_run])])
             left |= {place: flat[row] - 1 for row, place in zip(rows, taken, strict=True)}
             own |= dict.fromkeys(taken, 1)
@@ -179,7 +181,8 @@ def seconds(events: list, card: Card, shape: Shape, policy: Policy = Policy()) -
 def shape(model, launches_of_layer: float, other_launches: float) -> Shape:
     """Of a model whose weights are in bf16. Its parameters may be on device meta."""
     config, numbers = model.config, sum(p.numel() for p in model.parameters())
-    return Shape(matrix_weights(model) + model.lm_head.weight.numel(), prompt_weights(model), numbers,
+    head = model.lm_head.weight.numel()
+    return Shape(matrix_weights(model) + head, head, prompt_weights(model), numbers,
                  2 * 2 * config.n_layer * config.n_kv_head * config.head_dim,
                  launches_of_layer * config.n_layer + other_launches)
 

@@ -101,9 +101,9 @@ def sampled_from_one_queue(lengths: list[list[int]], prompts: list[int], max_row
     return clocks
 
 
-def micro_batches(groups: list[tuple[int, list[int]]], max_tokens: int) -> list[int]:
-    """As rl.learn.packing.pack makes them of groups (tokens of the prompt, of each row). -> tokens of each, without
-    padding"""
+def micro_batches(groups: list[tuple[int, list[int]]], max_tokens: int) -> list[tuple[int, int]]:
+    """As rl.learn.packing.pack makes them of groups (tokens of the prompt, of each row). -> of each, the tokens that go
+    through the blocks, padding included as on CUDA, and those through the head"""
     units = []
     for prompt, rows in groups:
         per_unit = min(len(rows), max(1, (max_tokens - prompt) // max(rows)))
@@ -112,22 +112,32 @@ def micro_batches(groups: list[tuple[int, list[int]]], max_tokens: int) -> list[
     batches, current = [], []
     for unit in units:
         grown, R = [*current, unit], len(unit[1])
-        padded = len(grown) * (max(u[0] for u in grown) + R * max(u[2] for u in grown))
-        if current and (len(current[0][1]) != R or padded > max_tokens):
+        if current and (len(current[0][1]) != R or padded(grown) > max_tokens):
             batches.append(current)
             grown = [unit]
         current = grown
     batches += [current] if current else []
-    return [sum(prompt + sum(rows) for prompt, rows, _ in batch) for batch in batches]
+    return [(padded([(prompt, rows, max(rows)) for prompt, rows, _ in batch]), sum(sum(rows) for _, rows, _ in batch))
+            for batch in batches]
 
 
-def updated(dealt: list[list[Problem]], max_tokens: int, card: Card, shape: Shape, shard: bool) -> tuple[float, list]:
+def padded(units: list[tuple[int, list[int], int]]) -> int:
+    """Tokens of units (tokens of the prompt, of each row, of the longest), all as wide as the widest."""
+    return len(units) * (max(unit[0] for unit in units) + len(units[0][1]) * max(unit[2] for unit in units))
+
+
+def updated(dealt: list[list[Problem]], max_tokens: int, card: Card, shape: Shape, shard: bool,
+            largest_first: bool = True) -> tuple[float, list[float]]:
     """Seconds of an update, and of each rank's own work in it. shard: every micro-batch waits for its slowest rank,
     behind the gathers of a forward and a backward pass and the sum of gradients, which run beside it; else ranks wait
-    once, and sum all gradients at the end."""
+    once, and sum all gradients at the end. largest_first: as Play.even orders micro-batches, else as they are packed.
+    """
     R, groups = len(dealt), [[(p.prompt, p.solutions) for p in problems] for problems in dealt]
-    work = [[8 * shape.weights * tokens / card.train for tokens in micro_batches(rows, max_tokens)] for rows in groups]
+    work = [[8 * ((shape.weights - shape.head) * run + shape.head * trained) / card.train
+             for run, trained in micro_batches(rows, max_tokens)] for rows in groups]
     part, own = shape.parameters * (R - 1) / R / NVLINK, [sum(of_rank) for of_rank in work]
+    if largest_first:
+        work = [sorted(of_rank, reverse=True) for of_rank in work]
     if not shard:
         return max(own) + 2 * GRADIENT * part, own
     took = sum(max((2 * WEIGHT + GRADIENT) * part, *side_by_side)
@@ -136,8 +146,8 @@ def updated(dealt: list[list[Problem]], max_tokens: int, card: Card, shape: Shap
 
 
 def step(dealt: list[list[Problem]], card: Card, shape: Shape, *, max_rows: int = 1024, max_tokens: int = 16384,
-         shard: bool = True, one_queue: bool = False, verify_evenly: bool = False, update_evenly: bool = False,
-         at_once: bool = False) -> Step:
+         shard: bool = True, largest_first: bool = True, one_queue: bool = False, verify_evenly: bool = False,
+         update_evenly: bool = False, at_once: bool = False) -> Step:
     """A generator step of ranks that were dealt these problems. one_queue: waiting rows go to whoever has a place;
     verify_evenly: solutions change ranks by what the verifier reads; at_once: a rank verifies as soon as it has its own
     solutions; update_evenly: all ranks do the mean of their work in the update, which no exchange can better."""
@@ -156,7 +166,7 @@ def step(dealt: list[list[Problem]], card: Card, shape: Shape, *, max_rows: int 
     if at_once:
         by_rank = {"both": [sum(both) for both in zip(solved, verified, strict=True)]}
     took = {name: max(times) for name, times in by_rank.items()}
-    took["update"], by_rank["update"] = updated(dealt, max_tokens, card, shape, shard)
+    took["update"], by_rank["update"] = updated(dealt, max_tokens, card, shape, shard, largest_first)
     if update_evenly:
         took["update"] = statistics.mean(by_rank["update"])
     return Step(took, {name: took[name] - statistics.mean(times) for name, times in by_rank.items()})
@@ -194,7 +204,8 @@ RULES: dict[str, tuple[Callable | None, dict]] = {  # what problems are dealt by
     "by known lengths": (KNOWN, {}), "by prompts": (PROMPT, {}), "one queue": (None, {"one_queue": True}),
     "solutions change ranks": (None, {"verify_evenly": True}), "no wait before verifying": (None, {"at_once": True}),
     "update even": (None, {"update_evenly": True}), "no --shard": (None, {"shard": False}),
-    "the last but one two, by known lengths": (KNOWN, {"at_once": True, "update_evenly": True})}
+    "known, no wait, even": (KNOWN, {"at_once": True, "update_evenly": True}),
+    "micro-batches as packed": (None, {"largest_first": False})}
 
 
 def rows(problems: list[list[Problem]], ranks: int, card: Card, shape: Shape, max_rows: int) -> dict[str, list[float]]:

@@ -4,7 +4,7 @@ How long ranks of a real run wait for each other, and what the lengths alone say
 Run by torchrun this is tango_rl, and notes what each rank samples and trains, and its CPU seconds between collectives.
 Cores may be fewer than ranks, or shared: at each collective a rank waits for as many CPU seconds as the slowest one
 took more. The seconds that lengths say are fitted to the run with one rank: steps and rows of decoding (by
-dev.bench.clock) and prompt tokens, tokens of updates.
+dev.bench.clock) and prompt tokens, tokens of updates with their padding.
 
     export OMP_NUM_THREADS=1
     for n in 1 2 4; do
@@ -24,7 +24,6 @@ import numpy as np
 import torch.distributed as dist
 
 from dev.bench.clock import Policy, Steps, sampling
-from nanochat.attention import PADDING_POSITION
 from nanochat.cli import script_main
 from nanochat.common import print0, rank_and_world
 from nanochat.rl.play import sampling as rl_sampling, updates as rl_updates
@@ -45,8 +44,8 @@ def sampling_costs(samples, model, prompts: list, num_samples: int, *, max_rows:
 
 
 def update_costs(metrics, role, batches: list, *given, **options) -> list[int]:
-    """Of an update: it itself, tokens of prompts and trained ones."""
-    return [1, sum(int((b.prompt_positions < PADDING_POSITION).sum()) + len(b.index) for b in batches)]
+    """Of an update: it itself, tokens that go through the blocks."""
+    return [1, sum(b.prompt_ids.numel() + b.tokens.numel() for b in batches)]
 
 
 def noted(notes: list, phase: str, function: Callable, costs: Callable = lambda *given, **options: []) -> Callable:
