@@ -87,8 +87,9 @@ def test_dealing_and_waiting_by_hand():
     dealt = [[problem(6), problem(2)], [problem(6)]]
     # 8 x 40 FLOPs a token and 8 x 10 more a trained one, at 8 FLOP/s. Rank 0 has micro-batches of 4 tokens, 2 of them
     # trained, and of 8 and 6: 180 and 380 s, rank 1 one of 380
-    took, own = ranks.updated(dealt, 8, CARD, SHAPE, shard=True)
+    took, own = ranks.updated(dealt, 8, CARD, SHAPE, shard=True, largest_first=False)
     assert own == [560, 380] and took == pytest.approx(380 + 380)
+    assert ranks.updated(dealt, 8, CARD, SHAPE, shard=True)[0] == pytest.approx(380 + 180)
     took, own = ranks.updated(dealt, 8, CARD, SHAPE, shard=False)
     assert own == [560, 380] and took == pytest.approx(560)
     step = ranks.step(dealt, CARD, SHAPE, max_tokens=8, shard=False)

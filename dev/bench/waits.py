@@ -44,8 +44,8 @@ def sampling_costs(samples, model, prompts: list, num_samples: int, *, max_rows:
 
 
 def update_costs(metrics, role, batches: list, *given, **options) -> list[int]:
-    """Of an update: it itself, tokens that go through the blocks."""
-    return [1, sum(b.prompt_ids.numel() + b.tokens.numel() for b in batches)]
+    """Of an update: tokens that go through the blocks."""
+    return [sum(b.prompt_ids.numel() + b.tokens.numel() for b in batches)]
 
 
 def noted(notes: list, phase: str, function: Callable, costs: Callable = lambda *given, **options: []) -> Callable:
