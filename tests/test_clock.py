@@ -2,12 +2,14 @@
 import itertools
 
 import pytest
+from conftest import parse
 from test_engine import keys_for, random_prompts, sampled, tiny_model
 from test_engine_graphs import emulate
 from test_trainer import EVERYTHING, packed, random_advantages, random_rollouts
 
-from dev.bench import clock, ranks, waits
+from dev.bench import clock, lengths, ranks, waits
 from dev.bench.clock import Card, Fill, Policy, Shape, Steps, decoding, seated
+from nanochat.common import BadInput
 
 CARD = Card(bandwidth=100.0, launch=1.0, products=20.0, prefill=10.0, train=8.0, eager=3.0, look=7.0)
 SHAPE = Shape(weights=50, head=10, prompt_weights=20, parameters=45, cached=4, launches=2)
@@ -117,3 +119,16 @@ def test_waits_of_a_noted_run_by_hand():
     assert stretches[0] == [("sampling", 2.0, [1, 10, 1]), ("other", 1.0, []), ("update", 4.0, [1, 10])]
     found = waits.waiting(stretches, {"sampling": [0, 0.1, 0], "update": [1, 0.1]})
     assert list(found.values()) == [pytest.approx(x) for x in ([5, 1.5, 3, 1], [4, 1, 4, 1], [1, 0, 0, 0])]
+
+
+def test_lengths_of_the_pair_are_read(tmp_path):
+    out = str(tmp_path / "lengths.json")
+    lengths.main(parse(lengths, ["--generator-tag", "pair-gen", "--verifier-tag", "pair-ver", "--problems", "2",
+                                 "--num-samples", "2", "--max-new-tokens", "9", "--verifier-max-new-tokens", "5",
+                                 "--device-type", "cpu", "--out", out]))
+    problems = ranks.real(out)
+    assert len(problems) == 2 and all(len(p.solutions) == 2 for p in problems)
+    assert all(0 < n <= 9 for p in problems for n in [*p.solutions, p.known])
+    assert all(n > p.prompt and 0 < m <= 5 for p in problems for n, m in zip(p.read, p.verifications, strict=True))
+    with pytest.raises(BadInput, match="lengths.json: has 2 problems, and a step takes 128$"):
+        ranks.main(parse(ranks, ["--lengths", out]))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from dev.bench.clock import CARDS, Card, Policy, Shape, decoding, sampling, seated, seconds, shapes, spread
 from nanochat.cli import at_least, script_main
-from nanochat.common import print0
+from nanochat.common import BadInput, print0
 from nanochat.slots import Slots
 
 # Bytes/s from one H100 or H200 to another, one way: half of the 900 GB/s of the vendor's data sheet
@@ -226,14 +226,17 @@ def rows(problems: list[list[Problem]], ranks: int, card: Card, shape: Shape, ma
 
 def main(args) -> None:
     card, shape = CARDS[args.card], shapes()["1.5B"]
-    pools = {path: real(path) for path in args.lengths}
+    pools, most = {path: real(path) for path in args.lengths}, max(args.ranks) * args.problems_per_rank
+    for path, pool in pools.items():
+        if len(pool) < most:
+            raise BadInput(f"--lengths {path}: has {len(pool)} problems, and a step takes {most}")
     for path, pool in pools.items():
         for name, lengths in (("solutions", [n for p in pool for n in p.solutions]),
                               ("verifications", [n for p in pool for n in p.verifications])):
             if lengths:
                 print0(f"{path}: {name} {statistics.mean(lengths):.0f} tokens, median {statistics.median(lengths):.0f},"
                        f" of 99% at most {sorted(lengths)[len(lengths) * 99 // 100]}, longest {max(lengths)}")
-    for name, ranks in itertools.product([*pools, "lognormal"], (2, 4, 8)):
+    for name, ranks in itertools.product([*pools, "lognormal"], args.ranks):
         num = ranks * args.problems_per_rank
         drawn = [lognormal(num, 8, seed) if name == "lognormal" else random.Random(seed).sample(pools[name], num)
                  for seed in range(args.seeds)]
@@ -247,6 +250,7 @@ def make_parser() -> argparse.ArgumentParser:
                                      allow_abbrev=False)
     parser.add_argument("--lengths", nargs="*", default=[], metavar="FILE.json", help="files of dev.bench.lengths")
     parser.add_argument("--card", choices=list(CARDS), default="H100")
+    parser.add_argument("--ranks", nargs="*", type=at_least(1), default=[2, 4, 8])
     parser.add_argument("--problems-per-rank", type=at_least(1), default=16)
     parser.add_argument("--max-rows", type=at_least(1), default=1024, help="rows of a rank that decode together")
     parser.add_argument("--seeds", type=at_least(1), default=5, help="draws of a step's problems")
