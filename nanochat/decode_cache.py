@@ -20,10 +20,10 @@ class DecodeCache:
     """B places and S slots.
 
     k[i], v[i] (B, Hkv, capacity, D) of layer i: a place's own tokens, of which lengths (B,) int64 count, the one that
-    is run among them; slots (B,): the prompt of each place. prefix_k[i], prefix_v[i] (S, Hkv, Tp, D) with
-    prefix_lengths (S,); on CPU prefix_k may be (S, Hkv, D, Tp). last_embedding (B, 1, C), prompt_embedding (S, 1, C):
-    what the smear of the next token looks back at. places (n,): where the rows of the next forward are. All are written
-    in place, so that a CUDA graph can read them.
+    is run among them, and rests (B,) int64 those of its prompt; slots (B,): the prompt of each place, or its start.
+    prefix_k[i], prefix_v[i] (S, Hkv, Tp, D) with prefix_lengths (S,); on CPU prefix_k may be (S, Hkv, D, Tp).
+    last_embedding (B, 1, C), prompt_embedding (S, 1, C): what the smear of the next token looks back at. places (n,):
+    where the rows of the next forward are. All are written in place, so that a CUDA graph can read them.
     """
 
     def __init__(self, config, places: int, slots: int, rows_per_slot: int, prompt_tokens: int, capacity: int,
@@ -40,6 +40,7 @@ class DecodeCache:
         self.prefix_v = [make(slots, heads, Tp, D) for _ in layers]
         whole = lambda n, value: torch.full((n,), value, dtype=torch.long, device=device)
         self.lengths, self.slots, self.prefix_lengths = whole(places, 1), whole(places, 0), whole(slots, 1)
+        self.rests = whole(places, 0)
         self.places = self.last_embedding = self.prompt_embedding = None
         self.step = None  # the kernel of a model that runs in it (decode_step.DecodeStep)
 
@@ -59,9 +60,29 @@ class DecodeCache:
                 self.prefix_k[i][slots, :, :width] = k[:, :, 0]
             self.prefix_v[i][slots, :, :width] = v[:, :, 0]
 
-    def begin(self, places: torch.Tensor, slots: torch.Tensor) -> None:
-        """Lets these places (n,) continue the prompts in these slots (n,)."""
+    def begin(self, places: torch.Tensor, slots: torch.Tensor, rests: torch.Tensor | int = 0) -> None:
+        """Lets these places (n,) continue the prompts in these slots (n,). rests (n,) int64: where slots hold starts of
+        prompts alone, how many tokens more each prompt has; these are the place's own."""
         self.slots[places], self.last_embedding[places] = slots, self.prompt_embedding[slots]
+        self.rests[places] = rests
+
+    def started(self, slots: torch.Tensor) -> KVCache:
+        """What is stored in these slots (n,), as a prefix of n rows."""
+        prefix, lengths = KVCache(len(self.k)), self.prefix_lengths[slots, None]
+        columns = torch.arange(self.prefix_v[0].shape[2], device=slots.device)
+        empty = columns >= lengths  # (n, Tp)
+        read = lambda x: x[slots].masked_fill(empty[:, None, :, None], 0.0)[:, :, None]
+        prefix.k = [read(k.mT if self.transposed else k) for k in self.prefix_k]
+        prefix.v = [read(v) for v in self.prefix_v]
+        prefix.positions, prefix.length = columns.expand(empty.shape).masked_fill(empty, PADDING_POSITION), len(columns)
+        prefix.last_embedding = self.prompt_embedding[slots]
+        return prefix
+
+    def put_rests(self, places: torch.Tensor, rests: KVCache) -> None:
+        """Stores what has been run after the starts of these places (n,), as their first own tokens."""
+        self.last_embedding[places] = rests.last_embedding
+        for i, (k, v) in enumerate(zip(rests.k, rests.v, strict=True)):
+            self.k[i][places, :, : k.shape[3]], self.v[i][places, :, : k.shape[3]] = k[:, :, 0], v[:, :, 0]
 
     @property
     def num_columns(self) -> int:
@@ -69,9 +90,9 @@ class DecodeCache:
         return self.prefix_v[0].shape[2] + self.k[0].shape[2]
 
     def advance(self, places: torch.Tensor, num_own: torch.Tensor) -> torch.Tensor:
-        """Says in which places (n,) the rows of the next forward are, and how many tokens of their own they have with
-        the one that is run. -> positions of these (n,)"""
-        self.places = places
+        """Says in which places (n,) the rows of the next forward are, and how many tokens they have after their prompts
+        with the one that is run. -> positions of these (n,)"""
+        self.places, num_own = places, num_own + self.rests[places]
         self.lengths[places] = num_own
         return self.prefix_lengths[self.slots[places]] + num_own - 1
 

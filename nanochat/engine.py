@@ -8,7 +8,7 @@ draw.
 """
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from nanochat.decode_cache import DecodeCache
 from nanochat.kernels import cpu
 from nanochat.kernels.draw import draw
 from nanochat.kernels.launch import takes_triton
-from nanochat.slots import Slots, num_places
+from nanochat.slots import Slots, common_starts, num_places
 from nanochat.weights import inference_model
 
 COMPACT_BELOW = 0.9    # drop places whose row has ended once less than this share of a batch is alive
@@ -152,14 +152,15 @@ def check_temperature(name: str, temperature: float) -> None:
 def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_tokens: int, stop_tokens: list[int],
              keys: list[int], temperature: float = 1.0, top_k: int = 0, max_rows: int = 1024,
              max_cached_tokens: int = 0, should_stop: Callable[[], bool] = lambda: False,
-             tool: Tool | None = None) -> Samples:
+             tool: Tool | None = None, families: list[Hashable] | None = None) -> Samples:
     """Samples `num_samples` completions of each of P prompts.
 
     keys: one int64 per row (P * num_samples), see `row_key`. max_rows and max_cached_tokens bound the rows that decode
     together (slots.num_places). When should_stop() turns true the call returns at once with unfinished rows, for the
     caller to throw away. tool: told the tokens that rows got, one after the other, it says which token they must get
-    next (calculator.Calculator). Raises BadInput for a prompt that is empty or does not fit the context with its
-    completion, and for numbers that nothing can be drawn with.
+    next (calculator.Calculator). families: of each prompt, say its problem: with one sample of each prompt, what those
+    of a family begin with is run once (slots.common_starts). Raises BadInput for a prompt that is empty or does not fit
+    the context with its completion, and for numbers that nothing can be drawn with.
     """
     if max_new_tokens < 1:
         raise BadInput(f"max_new_tokens {max_new_tokens}: must be at least 1")
@@ -179,7 +180,7 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
                           max_cached_tokens)
     with torch.inference_mode(), model.joined_projections():
         batch = Decoding(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows,
-                         tool)
+                         tool, families)
         batch.run(should_stop)
         tokens, logprobs, forced = (x[: len(keys)] for x in (batch.tokens, batch.logprobs, batch.forced))
         logprobs = logprobs.masked_fill(forced, 0.0)
@@ -196,8 +197,9 @@ class Decoding:
     """The rows that decode together, until all are done. N rows, T tokens at most, n places of a batch."""
 
     def __init__(self, model, prompts: list[list[int]], num_samples: int, max_new_tokens: int, stop_tokens: list[int],
-                 keys: list[int], temperature: float, top_k: int, max_rows: int, tool: Tool | None):
-        self.model, self.prompts, self.num_rows, self.max_new_tokens = model, prompts, len(keys), max_new_tokens
+                 keys: list[int], temperature: float, top_k: int, max_rows: int, tool: Tool | None,
+                 families: list[Hashable] | None = None):
+        self.model, self.num_rows, self.max_new_tokens = model, len(keys), max_new_tokens
         self.temperature, self.top_k = temperature, top_k
         self.device = device = model.lm_head.weight.device
         # One row more than there are is where places write whose row has ended.
@@ -205,13 +207,20 @@ class Decoding:
                                                    for value in (NO_TOKEN, 0.0, False))
         self.keys = torch.tensor(keys + [0], dtype=torch.long, device=device)
         self.stop_tokens = torch.tensor(stop_tokens, dtype=torch.long, device=device)
-        # Prompts of like length sit down together, so that little is padding when they are run; the longest first: what
+        # What has a slot: prompts, or starts that several have, each with its rows; and what of a row's prompt follows.
+        starts = common_starts(prompts, families, max_rows, max_new_tokens) if families and num_samples == 1 else []
+        self.rests = {p: prompts[p][len(start):] for start, its in starts for p in its}
+        sharing = starts or [(p, range(i * num_samples, (i + 1) * num_samples)) for i, p in enumerate(prompts)]
+        self.prompts = [start for start, _ in sharing]
+        # Those of like length sit down together, so that little is padding when they are run; the longest first: what
         # follows them tends to be long too, and is best not begun last.
-        order = sorted(range(len(prompts)), key=lambda p: (-len(prompts[p]), p))
-        slots = Slots([(p, range(p * num_samples, (p + 1) * num_samples)) for p in order], max_rows)
+        order = sorted(range(len(sharing)), key=lambda p: (-len(self.prompts[p]), p))
+        slots = Slots([(p, sharing[p][1]) for p in order], max_rows)
         self.slots, self.capacity = slots, max(1, max_new_tokens - 1)  # the last token's keys are never read
-        self.cache = DecodeCache(model.config, slots.num_places, slots.num_slots, num_samples,
-                                 max(map(len, prompts)), self.capacity, model.activation_dtype, device)
+        self.cache = DecodeCache(model.config, slots.num_places, slots.num_slots,
+                                 max(len(rows) for _, rows in sharing), max(map(len, self.prompts)),
+                                 self.capacity + max(map(len, self.rests.values()), default=0),
+                                 model.activation_dtype, device)
         # Of each slot: the hidden state of its prompt's last token. Of each place: its row (N when that has ended), the
         # last token that it drew, how many it has drawn.
         self.last_hidden = torch.zeros(slots.num_slots, model.config.n_embd, dtype=model.activation_dtype,
@@ -250,11 +259,27 @@ class Decoding:
             at = torch.tensor([slot for _, slot in some], device=self.device)
             cached, self.last_hidden[at] = run_prompts(self.model, [self.prompts[p] for p, _ in some])
             self.cache.put(at, cached)
+        rests = [self.rests[row] for row in rows] if self.rests else None
         rows, places, filled = (torch.tensor(x, device=self.device) for x in (rows, places, filled))
-        self.cache.begin(places, filled)
         if self.queue:
             self.queue.begin(places)
+        if rests:
+            return self.begin_after_starts(rests, rows, places, filled)
+        self.cache.begin(places, filled)
         self.draw_next(self.last_hidden[filled], places, rows, torch.zeros_like(rows))
+
+    def begin_after_starts(self, rests: list[list[int]], rows, places, filled) -> None:
+        """Runs what follows the starts in these slots (n,) but for the last tokens, which are left to the next step: it
+        draws the rows' first ones."""
+        whole = lambda numbers: torch.tensor(numbers, device=self.device)
+        self.cache.begin(places, filled, whole([len(rest) for rest in rests]))
+        order = sorted((i for i, rest in enumerate(rests) if len(rest) > 1), key=lambda i: len(rests[i]))
+        longest = max(map(len, self.prompts))
+        for some in in_pieces(order, [longest + len(rests[i]) for i in order]):
+            at = whole(some)
+            cached, _ = run_prompts(self.model, [rests[i][:-1] for i in some], self.cache.started(filled[at]))
+            self.cache.put_rests(places[at], cached)
+        self.row[places], self.token[places], self.drawn[places] = rows, whole([rest[-1] for rest in rests]), 0
 
     def step(self, places: torch.Tensor) -> None:
         """One more token for the rows in these places (n,). All that it reads and writes is on the device, in place."""
@@ -395,11 +420,15 @@ def in_pieces(items: list, lengths: list[int]) -> list[list]:
     return cut
 
 
-def run_prompts(model, prompts: list[list[int]]) -> tuple[KVCache, torch.Tensor]:
-    """Runs prompts at once. -> their cache, the hidden state (P, C) of each prompt's last token"""
+def run_prompts(model, prompts: list[list[int]], prefix: KVCache | None = None) -> tuple[KVCache, torch.Tensor]:
+    """Runs prompts at once. -> their cache, the hidden state (P, C) of each prompt's last token. After a prefix of P
+    rows the cache alone counts."""
     ids, positions = pad_prompts(prompts, model.lm_head.weight.device)
+    if prefix is not None:
+        before = (prefix.positions < PADDING_POSITION).sum(dim=1, keepdim=True)
+        positions = (positions + before).clamp(max=PADDING_POSITION)
     cache = KVCache(model.config.n_layer)
-    return cache, model.trunk(ids, positions=positions, cache=cache, last_only=True)[:, 0]
+    return cache, model.trunk(ids, positions=positions, cache=cache, prefix=prefix, last_only=True)[:, 0]
 
 
 def pad_prompts(prompts: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -226,7 +226,7 @@ class ForwardPass:
 
     def __init__(self, model: "GPT", ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None,
                  last_only: bool, kept: torch.Tensor | None = None):
-        assert not last_only or cache is not None and cache.length == 0 and prefix is None
+        assert not last_only or cache is not None and cache.length == 0
         B, T = ids.shape
         if positions is None:
             positions = torch.arange(T, device=ids.device).expand(B, T)
@@ -262,7 +262,7 @@ class ForwardPass:
             cache.last_embedding[cache.places] = unsmeared
         elif cache is not None:
             cache.last_embedding = at_ends(unsmeared, last_tokens(positions)) if x.shape[1] > 1 else unsmeared
-            if cache.length == 0 and prefix is None:
+            if cache.length == 0:
                 cache.positions = positions
         return x
 
@@ -379,7 +379,8 @@ class GPT(nn.Module):
         PADDING_POSITION marks padding, which no later token sees. prefix: the cache of U prompts that B/U consecutive
         rows each continue. cache: where keys and values are kept; a second forward into it goes on after its columns.
         A DecodeCache takes one token of each row in its places. last_only: of prompts run into an empty cache the last
-        tokens alone are asked for, for which alone the last layer does more than keys and values. kept (M,) int64: the
+        tokens alone are asked for, for which alone the last layer does more than keys and values; there they look at no
+        prefix, so that after one the cache is what counts. kept (M,) int64: the
         same of these places of the B * T, with or without a cache. -> (B, T, C), (B, 1, C) or (M, C), in compute_dtype.
         """
         if isinstance(cache, DecodeCache) and kept is None and self.decodes_in_one(cache, len(ids)):

@@ -3,10 +3,13 @@ Who sits where while rows decode: which rows wait, which have a place, which pro
 """
 import bisect
 import math
+import os
 from collections import deque
+from collections.abc import Hashable
 
 REFILL = 1 / 8  # share of the places that must be free before waiting rows get them: prompts are run in batches
 SLOTS = 4       # prompts that have a slot, for each that places full of whole prompts would hold
+SHARED = 1 / 8  # share of the prompts' tokens that must be saved before a common start is run by itself
 
 
 def num_slots(num_prompts: int, num_places: int, num_samples: int) -> int:
@@ -25,6 +28,31 @@ def num_places(num_prompts: int, num_samples: int, prompt_tokens: int, new_token
                                + places * max(1, new_tokens - 1))
         most = bisect.bisect_right(range(1, most + 1), max_cached_tokens, key=held)  # held grows with places
     return max(1, most)
+
+
+def common_starts(prompts: list[list[int]], families: list[Hashable], num_places: int,
+                  new_tokens: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts of one family (a problem, say) begin alike: such a start is run once, and takes the slot that one prompt
+    would have. What follows it in a prompt, at least a token, is then its row's own.
+
+    A prompt that is alone in its family is cut where the longest start ends. -> (start, the prompts that begin with
+    it); nothing where too little is saved, or where more tokens would be held than without.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for p, family in enumerate(families):
+        members.setdefault(family, []).append(p)
+    shared = {family: min(len(os.path.commonprefix([prompts[p] for p in its])), min(len(prompts[p]) for p in its) - 1)
+              for family, its in members.items() if len(its) > 1}
+    longest = max(shared.values(), default=0)
+    starts = [(prompts[its[0]][:n], its) for family, its in members.items()
+              for n in [shared.get(family, min(longest, len(prompts[its[0]]) - 1))]]
+    if not starts or not all(start for start, _ in starts):
+        return []
+    saved = sum(len(start) * (len(its) - 1) for start, its in starts)
+    rest = max(len(prompts[p]) - len(start) for start, its in starts for p in its)
+    held = num_slots(len(starts), num_places, max(len(its) for _, its in starts)) * longest + num_places * rest
+    without = num_slots(len(prompts), num_places, 1) * max(map(len, prompts))
+    return starts if saved >= SHARED * sum(map(len, prompts)) and held <= without else []
 
 
 class Slots:

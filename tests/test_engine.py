@@ -12,6 +12,7 @@ from nanochat.common import BadInput
 from nanochat.decode_cache import DecodeCache
 from nanochat.engine import generate, in_pieces, row_key, run_prompts
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.kernels import cpu
 
 class Recorder(GPT):
@@ -132,6 +133,44 @@ def refilled(max_rows, model=None, **options):
 def together():
     """All rows at once."""
     return refilled(10 ** 6)
+
+
+FAMILIES = [f for f, n in enumerate((4, 3, 2, 1)) for _ in range(n)]
+
+
+def related_prompts():
+    """Prompts of four families, one of them with a single prompt, and what the families begin with."""
+    starts, rests = random_prompts(20, 33, 7, 140), random_prompts(3, 9, 1, 5, 30, 12, 2, 8, 6, 6)
+    return [starts[f] + rest for f, rest in zip(FAMILIES, rests, strict=True)], starts
+
+
+@pytest.mark.parametrize("options", [dict(), dict(max_rows=3), dict(max_new_tokens=1), dict(temperature=0, max_rows=1)],
+                         ids=str)
+def test_what_a_family_of_prompts_begins_with_is_run_once(options):
+    (prompts, starts), model = related_prompts(), tiny_model()
+    options = {"max_new_tokens": 20} | options
+    out = sampled(model, prompts, 1, keys_for(10), families=FAMILIES, **options)
+    assert_same(out, sampled(tiny_model(), prompts, 1, keys_for(10), **options))
+    # The last token of a prompt is run with the others that decode. The prompt that is alone is cut like the longest.
+    cut = [start[:33] for start in starts]
+    assert sorted(model.prompts) == sorted(cut + [rest for f, prompt in zip(FAMILIES, prompts, strict=True)
+                                                  for rest in [prompt[len(cut[f]): -1]] if rest])
+
+
+@pytest.mark.parametrize("make", [
+    lambda: tiny_model(dtype=torch.float32, n_embd=128),  # by the CPU kernels, if a compiler is there
+    lambda: randomized(Decoder(DecoderConfig("qwen2", 256, 265, 2, 4, 2, 128, 32, 256, 1e-6, 1e4, None, True, False,
+                                             False, False, True)).double(), 0)], ids=["GPT", "Decoder"])
+def test_families_change_no_row_of_other_models(make):
+    model, (prompts, _) = make(), related_prompts()
+    out = sampled(model, prompts, 1, keys_for(10), families=FAMILIES, max_rows=4, max_new_tokens=20)
+    assert_same(out, sampled(model, prompts, 1, keys_for(10), max_new_tokens=20))
+
+
+def test_families_change_nothing_where_several_rows_share_a_prompt():
+    (prompts, _), model = related_prompts(), tiny_model()
+    sampled(model, prompts, 2, keys_for(20), families=FAMILIES)
+    assert sorted(model.prompts) == sorted(prompts)
 
 
 @functools.cache

@@ -3,8 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_engine import (PROMPT_LENGTHS, assert_same, keys_for, random_prompts, refilled, sampled, tiny_model,
-                         together as all_at_once)
+from test_engine import (FAMILIES, PROMPT_LENGTHS, assert_same, keys_for, random_prompts, refilled, related_prompts,
+                         sampled, tiny_model, together as all_at_once)
 
 from nanochat import engine
 from nanochat.engine import Graphs
@@ -88,6 +88,14 @@ def test_on_the_path_of_cuda_graphs_places_are_refilled(monkeypatch, together):
     tokens, longest = (out.lengths - 1).sum().item(), int(out.lengths.max()) - 1
     assert sum(model.decoding) >= tokens
     assert len(model.decoding) <= (tokens + ended_in_between) / (16 - 2 + 1) + longest + 2
+
+
+def test_on_the_path_of_cuda_graphs_prompts_begin_after_what_they_share(monkeypatch):
+    prompts, options = related_prompts()[0], dict(max_new_tokens=20, max_rows=4)
+    reference = sampled(tiny_model(), prompts, 1, keys_for(10), **options)
+    emulate(monkeypatch)
+    assert_same(sampled(tiny_model(), prompts, 1, keys_for(10), families=FAMILIES, **options), reference)
+    assert Emulated.captured
 
 
 def test_a_tool_on_the_path_of_cuda_graphs(monkeypatch):

@@ -73,6 +73,20 @@ def test_sharded_ranks_run_their_largest_micro_batches_side_by_side():
     assert [len(batch.index) for batch in batches] == [5, 3, 4, 2, 1, 1, 0]
 
 
+def test_what_prompts_about_one_problem_begin_with_goes_through_the_model_once(monkeypatch):
+    ran, model = [], random_model()
+    trunk = model.trunk
+    monkeypatch.setattr(model, "trunk", lambda ids, **options: (ran.append(tuple(ids.shape)), trunk(ids, **options))[1])
+    prompts = [Prompt([*range(9 * p, 9 * p + 9), rest], PROBLEMS[p], copy=rest) for p in (0, 1) for rest in (1, 2, 3)]
+    sampler = play_of().sampler
+    sampler.tokenizer.decode = str
+    sampler.sample(model, prompts, 1, ("verify",), 4)
+    assert ran[:2] == [(2, 9), (6, 1)]  # two starts, then the last tokens of six prompts
+    ran.clear()
+    sampler.sample(model, prompts, 2, ("verify",), 4)
+    assert ran[:2] == [(6, 10), (12, 1)]
+
+
 def test_rewards_are_as_many_as_rollouts():
     with pytest.raises(ValueError, match="^3 rewards of 4 rollouts: one for each is needed$"):
         play_of().advantages(rollouts_of(), [1.0, 0.0, None])

@@ -188,7 +188,7 @@ def shape(model, launches_of_layer: float, other_launches: float) -> Shape:
 
 
 def shapes() -> dict[str, Shape]:
-    """Of the models of the GPU days, with the launches of dev/BENCH.md (Triton)."""
+    """Of the models of the GPU days, with the launches that a step had on those days (count_launches at 7bbe105)."""
     with torch.device("meta"):
         qwen = Decoder(shape_of("qwen2.5-math-1.5b"), torch.bfloat16)
         gpt = GPT(GPTConfig(768, 32768, 28, 12, 2, 1536, "L"), torch.bfloat16)

@@ -74,10 +74,10 @@ def make_role(args, name: str, context: int, device) -> Role:
     return Role(name, model, parameters, adamw(parameters, 1e-4))
 
 
-def sample(args, role: Role, prompts, num_samples: int, length: int, stream: tuple) -> Rollouts:
+def sample(args, role: Role, prompts, num_samples: int, length: int, stream: tuple, families=None) -> Rollouts:
     keys = [row_key(args.seed, *stream, n) for n in range(len(prompts) * num_samples)]
     out = generate(role.model, prompts, num_samples, max_new_tokens=length, stop_tokens=[], keys=keys,
-                   max_rows=args.max_rows)
+                   max_rows=args.max_rows, families=families)
     assert out.tokens.shape == (len(prompts) * num_samples, length)
     group_id = torch.arange(len(prompts), device=out.tokens.device).repeat_interleave(num_samples)
     return Rollouts([Prompt(ids) for ids in prompts], group_id, out.tokens, out.logprobs, out.lengths, out.stopped)
@@ -109,7 +109,7 @@ def one_step(args, step: int, roles: dict[str, Role], device) -> dict[str, float
         trained = roles[args.role]
         per_solution = args.num_samples if args.role == "verifier" else 1
         judged = sample(args, roles["verifier"], judged_prompts(rollouts), per_solution, args.verification_len,
-                        ("verify", step, rank))
+                        ("verify", step, rank), rollouts.group_id.tolist())
         rollouts = judged if args.role == "verifier" else rollouts
     synchronize(device)
     verified = time.perf_counter()

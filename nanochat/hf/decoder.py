@@ -379,7 +379,7 @@ class ForwardPass:
 
     def __init__(self, model: Decoder, ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None,
                  last_only: bool, kept: torch.Tensor | None = None, lengths: torch.Tensor | None = None):
-        assert not last_only or cache is not None and cache.length == 0 and prefix is None
+        assert not last_only or cache is not None and cache.length == 0
         B, T = ids.shape
         if positions is None:
             positions = torch.arange(T, device=ids.device).expand(B, T)
@@ -388,7 +388,7 @@ class ForwardPass:
         context, decoding = model.config.sequence_len, isinstance(cache, DecodeCache)
         if cache is not None and not decoding:
             cache.last_embedding = self.x.new_zeros(B, 1, 0)  # only a GPT's smear looks back
-            if cache.length == 0 and prefix is None:
+            if cache.length == 0:
                 cache.positions = positions
         self.cos_sin = model.rotary(positions)
         self.mask = context if decoding else make_mask(T, context, context, cache, prefix, positions, self.x.dtype)

@@ -37,7 +37,7 @@ class Sampler:
         out = generate(model, [prompt.ids for prompt in prompts], num_samples, max_new_tokens=max_new_tokens,
                        stop_tokens=self.tokenizer.stop_tokens, keys=keys, temperature=temperature, top_k=top_k,
                        max_rows=self.max_rows, max_cached_tokens=self.max_cached_tokens, should_stop=self.should_stop,
-                       tool=tool)
+                       tool=tool, families=[(prompt.problem.split, prompt.problem.index) for prompt in prompts])
         group_id = torch.arange(len(prompts), device=out.tokens.device).repeat_interleave(num_samples)
         rollouts = Rollouts(prompts, group_id, out.tokens, out.logprobs, out.lengths, out.stopped, out.forced,
                             limit=max_new_tokens)
