@@ -5,11 +5,12 @@ A row has a place, which it leaves to another one when it ends. It continues a p
 values exist once for all its rows.
 """
 import ctypes
+from collections.abc import Callable
 
 import torch
 
 from nanochat.attention import PADDING_POSITION, KVCache
-from nanochat.kernels import cpu
+from nanochat.kernels import cpu, steps
 from nanochat.kernels.decode_attention import decode_attention, decode_attention_plain
 from nanochat.kernels.launch import round_up, takes_triton
 
@@ -42,6 +43,7 @@ class DecodeCache:
         self.lengths, self.slots, self.prefix_lengths = whole(places, 1), whole(places, 0), whole(slots, 1)
         self.rests = whole(places, 0)
         self.places = self.last_embedding = self.prompt_embedding = None
+        self.cos_sin = None  # of all positions, when they have been asked for
         self.step = None  # the kernel of a model that runs in it (decode_step.DecodeStep)
 
     def put(self, slots: torch.Tensor, prompts: KVCache) -> None:
@@ -92,23 +94,43 @@ class DecodeCache:
     def advance(self, places: torch.Tensor, num_own: torch.Tensor) -> torch.Tensor:
         """Says in which places (n,) the rows of the next forward are, and how many tokens they have after their prompts
         with the one that is run. -> positions of these (n,)"""
-        self.places, num_own = places, num_own + self.rests[places]
+        self.places = places
+        if takes_triton(places):
+            return steps.advance(places, num_own, self.rests, self.lengths, self.slots, self.prefix_lengths)
+        num_own = num_own + self.rests[places]
         self.lengths[places] = num_own
         return self.prefix_lengths[self.slots[places]] + num_own - 1
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-        """Stores the keys and values (n, Hkv, 1, 1, D) of new tokens; attention of their queries (n, Hkv, 1, group, 1,
-        D) over all that their rows have. -> as q"""
-        q, k, v = q[:, :, 0, :, 0], k[:, :, 0, 0], v[:, :, 0, 0]  # (n, Hkv, group, D), (n, Hkv, D)
+    def rotary(self, positions: torch.Tensor, make: Callable) -> torch.Tensor:
+        """cos, sin of the rotary angles of positions (n, 1), looked up in those that `make` has given of all (1,
+        num_columns) of them. -> (2, n, 1, 1, D/2)"""
+        if self.cos_sin is None:
+            columns = torch.arange(self.num_columns, device=positions.device)
+            self.cos_sin = torch.cat(make(columns[None]))  # (2, num_columns, 1, D/2)
+        return self.cos_sin.index_select(1, positions[:, 0])[:, :, None]
+
+    def columns(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """What a kernel must know that itself stores the keys and values of new tokens: those of a place go into its
+        column lengths - 1."""
+        return self.k[layer], self.v[layer], self.places, self.lengths
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,
+               window: int) -> torch.Tensor:
+        """Stores the keys and values (n, Hkv, 1, 1, D) of new tokens (None: a kernel has done so, see `columns`);
+        attention of their queries (n, Hkv, 1, group, 1, D) over all that their rows have. -> as q"""
+        q = q[:, :, 0, :, 0]  # (n, Hkv, group, D)
         if self.by_kernel:
+            k, v = k[:, :, 0, 0], v[:, :, 0, 0]  # (n, Hkv, D)
             y, spec = q.new_empty(q.shape), self.spec(layer, window, q.shape[2])
             assert k.stride() == v.stride() and q.stride(3) == k.stride(2) == 1
             spec.q, spec.new_k, spec.new_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
             spec.q_row, spec.q_head, spec.q_group, spec.kv_row, spec.kv_head = *q.stride()[:3], *k.stride()[:2]
             cpu.call("decode", spec, y)
             return y[:, :, None, :, None]
-        columns = self.lengths[self.places] - 1
-        self.k[layer][self.places, :, columns], self.v[layer][self.places, :, columns] = k, v
+        if k is not None:
+            columns = self.lengths[self.places] - 1
+            for kept, new in ((self.k[layer], k), (self.v[layer], v)):
+                kept[self.places, :, columns] = new[:, :, 0, 0]
         function = decode_attention if takes_triton(q) else decode_attention_plain
         y = function(q, self.k[layer], self.v[layer], self.places, self.lengths, self.prefix_k[layer],
                      self.prefix_v[layer], self.prefix_lengths, self.slots, window)

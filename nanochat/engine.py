@@ -20,6 +20,7 @@ from nanochat.decode_cache import DecodeCache
 from nanochat.kernels import cpu
 from nanochat.kernels.draw import draw
 from nanochat.kernels.launch import takes_triton
+from nanochat.kernels.steps import record
 from nanochat.slots import Slots, common_starts, num_places
 from nanochat.weights import inference_model
 
@@ -225,8 +226,8 @@ class Decoding:
         # last token that it drew, how many it has drawn.
         self.last_hidden = torch.zeros(slots.num_slots, model.config.n_embd, dtype=model.activation_dtype,
                                        device=device)
-        self.row, self.token, self.drawn = (torch.full((slots.num_places,), value, device=device)
-                                            for value in (len(keys), 0, 1))
+        self.of_places = torch.tensor([[len(keys)], [0], [1]], device=device).repeat(1, slots.num_places)
+        self.row, self.token, self.drawn = self.of_places
         self.queue = ToolQueue(tool, slots.num_places, model.vocab_size, max_new_tokens, device) if tool else None
 
     def run(self, should_stop: Callable[[], bool]) -> None:
@@ -284,7 +285,7 @@ class Decoding:
     def step(self, places: torch.Tensor) -> None:
         """One more token for the rows in these places (n,). All that it reads and writes is on the device, in place."""
         row, token, drawn, cache = self.row, self.token, self.drawn, self.cache
-        rows, t, before = row[places], drawn[places], token[places]
+        rows, before, t = self.of_places.index_select(1, places)
         embedding = cache.last_embedding[places] if self.queue else None
         hidden = self.model.trunk(before[:, None], positions=cache.advance(places, t)[:, None],
                                   cache=cache)[:, 0]  # (n, C)
@@ -299,11 +300,14 @@ class Decoding:
     def draw_next(self, hidden: torch.Tensor, places: torch.Tensor, rows: torch.Tensor, t: torch.Tensor) -> None:
         """Draws and writes down the next token of the rows in these places, which have t (n,). hidden (n, C). A row
         that ends leaves N in its place."""
-        new, self.logprobs[rows, t] = pick_after(self.model, hidden, self.keys[rows], t, self.temperature, self.top_k)
+        new, logprobs = pick_after(self.model, hidden, self.keys[rows], t, self.temperature, self.top_k)
         if self.queue:
             new, self.forced[rows, t] = self.queue.force(places, new)
+        if takes_triton(new):
+            return record(places, rows, t, new, logprobs, self.stop_tokens, self.tokens, self.logprobs, *self.of_places)
+        self.logprobs[rows, t] = logprobs
         self.tokens[rows, t] = self.token[places] = new
-        self.drawn[places] = (t + 1).clamp(max=self.capacity)
+        self.drawn[places] = (t + 1).clamp(max=self.max_new_tokens - 1)  # of a row that has ended, too
         ends = (new[:, None] == self.stop_tokens).any(dim=1) | (t == self.max_new_tokens - 1)
         self.row[places] = rows.masked_fill(ends, self.num_rows)
 

@@ -8,6 +8,7 @@ the first embedding, backout (the middle layer's output is taken off at the end)
 `trunk` gives hidden states and `head` logits, apart, so that a fused loss can stand in for the head.
 """
 import contextlib
+import functools
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -119,6 +120,11 @@ def attend_all(layer: int, cache: DecodeCache | KVCache | None, q, k, v, mask, p
     return attend(q, k, v, mask, *prefix)
 
 
+def columns_of(layer: int, cache: DecodeCache | KVCache | None) -> tuple | None:
+    """Where a kernel may store the keys and values of new tokens, which attend_all then is not given."""
+    return cache.columns(layer) if isinstance(cache, DecodeCache) else None
+
+
 class BlockInput(NamedTuple):
     """What a block reads in a forward pass of B rows of T tokens."""
     x: torch.Tensor                       # (B, T, C)
@@ -149,7 +155,7 @@ class Attention(nn.Module):
     def joined_weight(self) -> torch.Tensor:
         return torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight])
 
-    def heads(self, x, value_embedding, cos_sin, units: int):
+    def heads(self, x, value_embedding, cos_sin, units: int, into: tuple | None):
         """Queries, keys and values of normed x, as `split_heads` has them."""
         if self.c_qkv is not None:
             qkv = linear(x, self.c_qkv)
@@ -158,7 +164,7 @@ class Attention(nn.Module):
         else:
             qkv = torch.cat([layer(x) for layer in (self.c_q, self.c_k, self.c_v)], dim=-1)
         gate = None if value_embedding is None else value_gate(x, self.ve_gate.weight.to(x.dtype))  # (B, T, Hkv)
-        return split_heads(qkv, cos_sin, gate, value_embedding, QK_SCALE, units, self.n_head, self.n_kv_head)
+        return split_heads(qkv, cos_sin, gate, value_embedding, QK_SCALE, units, self.n_head, self.n_kv_head, into)
 
     def read(self, q, k, v, mask, cache, prefix, ends):
         """What attention reads for each token, or each row's last one (ends): before the projection (B, T or 1, C)."""
@@ -216,7 +222,8 @@ class Block(nn.Module):
             y = attn.read(*heads, mask, cache, prefix, ends)
             return after_attention(at(x, ends, kept), at(y, None, kept), *after, ready_after), None
         x, normed = mix_norm(x, delta, x0, *lambdas)
-        y = attn.read(*attn.heads(normed, value_embedding, cos_sin, units), mask, cache, prefix, ends)
+        heads = attn.heads(normed, value_embedding, cos_sin, units, columns_of(attn.layer, cache))
+        y = attn.read(*heads, mask, cache, prefix, ends)
         x, normed = add_norm(at(x, ends, kept), attn.c_proj(at(y, None, kept)))
         return x, mlp(normed)
 
@@ -233,7 +240,8 @@ class ForwardPass:
         self.model, self.ids, self.cache, self.prefix, self.kept = model, ids, cache, prefix, kept
         self.x, self.ends = self.embed(positions), None
         config, dtype, decoding = model.config, self.x.dtype, isinstance(cache, DecodeCache)
-        self.cos_sin = rotary(positions, config.head_dim, dtype)
+        angles = functools.partial(rotary, head_dim=config.head_dim, dtype=dtype)
+        self.cos_sin = cache.rotary(positions, angles) if decoding else angles(positions)
         self.masks = {w: w if decoding else make_mask(T, w, config.sequence_len, cache, prefix, positions, dtype)
                       for w in set(model.windows)}
         if cache is not None and not decoding:

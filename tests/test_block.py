@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from nanochat.gpt import rotary
-from nanochat.hf.decoder import Attention, DecoderConfig
+from nanochat.hf.decoder import Attention, Decoder, DecoderConfig
 from nanochat.kernels import block, ops
 from nanochat.kernels.launch import tl
 
@@ -118,6 +118,23 @@ def test_heads_are_split_as_by_pytorch(shape, gated, dtype):
 
 
 @DTYPES
+def test_keys_and_values_go_into_a_cache_as_they_are(dtype):
+    """Of three rows, in places 4, 0 and 2 of 5, to columns 5, 0 and 3; nothing else is touched."""
+    Hkv, D = 2, 24
+    q, k, v = (random(3, 1, heads * D, dtype=dtype, seed=seed) for seed, heads in enumerate((6, Hkv, Hkv)))
+    cos_sin = rotary(torch.tensor([[9], [2], [5]], device=DEVICE), D, dtype)
+    places, lengths = (torch.tensor(x, device=DEVICE) for x in ([4, 0, 2], [1, 99, 4, 99, 6]))
+    cache = random(2, 5, Hkv, 7, D, dtype=dtype, seed=3)
+    expected = cache.clone()
+    queries, *made = block.split_heads(q, k, v, *cos_sin, 3, Hkv, norm="after", scale=1.2)
+    for kept, new in zip(expected, made, strict=True):
+        kept[places, :, lengths[places] - 1] = new[:, :, 0, 0]
+    same, *nothing = block.split_heads(q, k, v, *cos_sin, 3, Hkv, norm="after", scale=1.2,
+                                       into=(*cache, places, lengths))
+    assert torch.equal(same, queries) and torch.equal(cache, expected) and nothing == [None, None]
+
+
+@DTYPES
 @pytest.mark.parametrize("shape, bias, qk_norm", [(SHAPES[0], False, False), (SHAPES[1], True, False),
                                                   (SHAPES[2], False, True), (SHAPES[3], True, True)], ids=str)
 def test_heads_of_imported_models_are_split_as_by_pytorch(shape, bias, qk_norm, dtype):
@@ -132,3 +149,17 @@ def test_heads_of_imported_models_are_split_as_by_pytorch(shape, bias, qk_norm, 
         for a, e in zip(attention.heads_in_one(x, cos_sin, U), attention.heads(x, cos_sin, U), strict=True):
             assert a.is_contiguous()
             assert_same(a, e, roundings=3)
+
+
+def test_a_decoder_of_these_kernels_is_the_one_of_pytorch(monkeypatch):
+    """The end of a layer is added in the next norm, also where some tokens alone are asked for. Without gradients."""
+    config = DecoderConfig("qwen2", 64, 100, 2, 2, 1, 32, 16, 48, 1e-6, 1e4, None, True, False, False, False, True)
+    model, ids = Decoder(config).to(DEVICE), torch.tensor([[3, 1], [4, 5]], device=DEVICE)
+    for seed, p in enumerate(model.parameters()):
+        p.data = random(*p.shape, seed=seed, scale=0.3)
+    some = torch.tensor([3, 0], device=DEVICE)
+    with torch.no_grad():
+        expected = model.trunk(ids)
+        for module in ("kernels.ops", "hf.decoder"):
+            monkeypatch.setattr(f"nanochat.{module}.takes_block", lambda x: True)
+        torch.testing.assert_close(model.trunk(ids, kept=some), expected.flatten(0, 1)[some], rtol=0, atol=1e-5)

@@ -3,11 +3,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import randomized
 from test_engine import (FAMILIES, PROMPT_LENGTHS, assert_same, keys_for, random_prompts, refilled, related_prompts,
                          sampled, tiny_model, together as all_at_once)
 
-from nanochat import engine
-from nanochat.engine import Graphs
+from nanochat import decode_cache, engine
+from nanochat.engine import Decoding, Graphs
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.hf.decoder import Decoder, DecoderConfig
+from nanochat.kernels import cpu, ops
 
 together = all_at_once  # the fixture
 
@@ -90,8 +94,9 @@ def test_on_the_path_of_cuda_graphs_places_are_refilled(monkeypatch, together):
     assert len(model.decoding) <= (tokens + ended_in_between) / (16 - 2 + 1) + longest + 2
 
 
-def test_on_the_path_of_cuda_graphs_prompts_begin_after_what_they_share(monkeypatch):
-    prompts, options = related_prompts()[0], dict(max_new_tokens=20, max_rows=4)
+@pytest.mark.parametrize("max_new", [20, 1])
+def test_on_the_path_of_cuda_graphs_prompts_begin_after_what_they_share(monkeypatch, max_new):
+    prompts, options = related_prompts()[0], dict(max_new_tokens=max_new, max_rows=4)
     reference = sampled(tiny_model(), prompts, 1, keys_for(10), **options)
     emulate(monkeypatch)
     assert_same(sampled(tiny_model(), prompts, 1, keys_for(10), families=FAMILIES, **options), reference)
@@ -118,6 +123,55 @@ def test_should_stop_is_asked_between_graphs(monkeypatch):
     out = sampled(model, random_prompts(3), 2, keys_for(2), max_new_tokens=100, stop_tokens=[],
                   should_stop=lambda: next(answers))
     assert len(model.decoding) == 12 and out.lengths.tolist() == [13, 13]
+
+
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="there the last test runs the kernels")
+
+
+@INTERPRETED
+@pytest.mark.parametrize("model", [
+    GPT(GPTConfig(64, 70, 2, 2, 1, 32, "SL")),
+    Decoder(DecoderConfig("qwen3", 64, 70, 2, 2, 1, 32, 16, 48, 1e-6, 1e4, None, True, False, False, True, True))],
+    ids=["gpt", "decoder"])
+def test_the_kernels_of_cuda_sample_the_same_in_their_interpreter(monkeypatch, model):
+    """Whole steps in fp32, of rows that end and places that are refilled, against what a CPU does."""
+    pytest.importorskip("triton", minversion="3.7")
+    randomized(model)
+    work = lambda: sampled(model, [[3, 1], [9]], 2, keys_for(15)[11:], max_new_tokens=4, stop_tokens=[*range(16)],
+                           max_rows=3)
+    with torch.no_grad():
+        reference = work()
+        emulate(monkeypatch, check_every=1)
+        monkeypatch.setattr(cpu, "library", lambda: None)
+        for module in (engine, decode_cache, ops):
+            monkeypatch.setattr(module, "takes_triton", lambda x: True)
+        assert_same(work(), reference)
+    assert reference.lengths.tolist() == [2, 2, 4, 2]
+
+
+@INTERPRETED
+def test_the_kernels_around_trunk_and_draw_do_what_pytorch_does(monkeypatch):
+    """130 of 150 rows, in 130 of 140 places, with 0 to 4 tokens of 5: two programs of each kernel."""
+    pytest.importorskip("triton", minversion="3.7")
+    generator = torch.Generator().manual_seed(0)
+    some = lambda high, n: torch.randint(high, (n,), generator=generator)
+    places, rows = (torch.randperm(n, generator=generator)[:130] for n in (140, 150))
+    t, new, logprobs = some(5, 130), some(12, 130), torch.rand(130, generator=generator)
+    slots, prefix_lengths, rests = some(50, 140), some(30, 50), some(9, 140)
+    monkeypatch.setattr(engine, "pick_after", lambda *args: (new, logprobs))
+    after = []
+    for by_kernel in (False, True):
+        for module in (engine, decode_cache):
+            monkeypatch.setattr(module, "takes_triton", lambda x, by_kernel=by_kernel: by_kernel)
+        batch = Decoding(tiny_model(), [[1]] * 50, 3, 5, [7, 9], keys_for(150), 1.0, 0, 140, None)
+        batch.cache.slots.copy_(slots)
+        batch.cache.rests.copy_(rests)
+        batch.cache.prefix_lengths[:50] = prefix_lengths
+        positions = batch.cache.advance(places, t)
+        batch.draw_next(None, places, rows, t)
+        after.append([positions, batch.cache.lengths, batch.tokens, batch.logprobs, batch.of_places])
+    assert all(map(torch.equal, *after))
+    assert (batch.row[places] == 150).tolist() == ((new == 7) | (new == 9) | (t == 4)).tolist()
 
 
 @pytest.mark.gpu

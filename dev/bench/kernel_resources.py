@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from nanochat.kernels import attention, block, decode_attention, draw, linear_logprob, linear_policy_loss
+from nanochat.kernels import attention, block, decode_attention, draw, linear_logprob, linear_policy_loss, steps
 
 CAPABILITIES = (90, 100)
 FP32 = dict.fromkeys(["logprobs", "entropies", "losses", "advantages", "weights", "old_logprobs", "ref_logprobs"],
@@ -102,7 +102,8 @@ BF16 = dict.fromkeys(["x_pointer", "y_pointer", "out", "delta", "x0", "a", "b", 
                       *(f"{x}_{what}" for x in "qkv" for what in ("pointer", "bias", "weight", "out")), "cos_pointer",
                       "sin_pointer", "gate", "embedding"], "*bf16")
 BLOCK = BF16 | dict.fromkeys(["C", "width", "x_stride", "y_stride", "num_channels", "kv_heads", "R", "T", "group",
-                              "q_stride", "k_stride", "v_stride"], "i32") | {"epsilon": "fp32", "scale": "fp32"}
+                              "q_stride", "k_stride", "v_stride", "capacity"], "i32")
+BLOCK |= dict.fromkeys(["epsilon", "scale"], "fp32") | dict.fromkeys(["places", "lengths"], "*i64")
 
 
 def block_cases():
@@ -118,10 +119,13 @@ def block_cases():
                dict(aligned=("width", "x_stride", "y_stride"), num_warps=4, **block.AS_WRITTEN))
     yield (block.gate_rows, "6 heads", BLOCK, dict(CHANNELS=16, HEADS=8),
            dict(aligned=("stride",), num_warps=1, **block.AS_WRITTEN))
-    for name, half, group, norm, has_bias, has_gate in (("6 heads of 128", 64, 1, "after", False, True),
-                                                        ("groups of 6 of 128", 64, 8, "", True, False),
-                                                        ("groups of 8 of 128", 64, 8, "before", False, False)):
-        constants = dict(HALF=half, HALF_BLOCK=half, GROUP=group, NORM=norm, HAS_BIAS=has_bias, HAS_GATE=has_gate)
+    for name, half, group, norm, has_bias, has_gate, into_cache in (
+            ("6 heads of 128, into a cache", 64, 1, "after", False, True, True),
+            ("groups of 6 of 128, into a cache", 64, 8, "", True, False, True),
+            ("groups of 8 of 128, into a cache", 64, 8, "before", False, False, True),
+            ("groups of 8 of 128", 64, 8, "before", False, False, False)):
+        constants = dict(HALF=half, HALF_BLOCK=half, GROUP=group, NORM=norm, HAS_BIAS=has_bias, HAS_GATE=has_gate,
+                         INTO_CACHE=into_cache)
         yield (block.head_rows, name, BLOCK, constants,
                dict(aligned=("q_stride", "k_stride", "v_stride"), num_warps=block.warps_of(group * half),
                     **block.AS_WRITTEN))
@@ -159,12 +163,22 @@ def attention_cases():
             yield decode_attention.join_splits, name, types, dict(D=D, BLOCK_D=D), dict(num_warps=1)
 
 
+def step_cases():
+    types = dict.fromkeys(["n", "N", "T", "num_stop"], "i32")
+    types |= dict.fromkeys(["places", "num_own", "rests", "lengths", "slots", "prefix_lengths", "positions", "rows",
+                            "t", "new", "stop_tokens", "tokens", "row", "token", "drawn"], "*i64")
+    types |= dict.fromkeys(["new_logprobs", "logprobs"], "*fp32")
+    for kernel in (steps.advance_rows, steps.record_rows):
+        yield kernel, "", types, dict(ROWS=steps.ROWS), dict(num_warps=4)
+
+
 def cases():
     """Of every kernel the variants that are run: kernel, name of the variant, types of its arguments (those that TYPES
     lacks or has otherwise), constants, options of compile_for."""
     yield from linear_cases()
     yield from draw_cases()
     yield from block_cases()
+    yield from step_cases()
     yield from attention_cases()
 
 

@@ -19,7 +19,7 @@ from nanochat import gpt
 from nanochat.attention import PADDING_POSITION, KVCache, columns_up_to, first_columns, make_mask
 from nanochat.decode_cache import DecodeCache
 from nanochat.decode_step import DecoderStep
-from nanochat.gpt import GPT, at_ends, attend_all, last_tokens, run_passes
+from nanochat.gpt import GPT, at, at_ends, attend_all, columns_of, last_tokens, run_passes
 from nanochat.kernels import tiles
 from nanochat.kernels.block import split_heads
 from nanochat.kernels.ops import add_norm, linear, norm, rotate, swiglu, takes_block, to_units
@@ -122,8 +122,8 @@ class Norm(nn.Module):
         return tiles.rounded(self.weight) if self.is_narrow and x.dtype == torch.float32 else self.weight.to(x.dtype)
 
     def after_adding(self, x, delta):
-        """x + delta, and its norm."""
-        return add_norm(x, delta, self.scale(x), self.eps)
+        """x + delta (None: x), and its norm."""
+        return (x, self(x)) if delta is None else add_norm(x, delta, self.scale(x), self.eps)
 
 
 def join(layers: list[Linear]) -> torch.Tensor:
@@ -148,10 +148,10 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm, self.k_norm = Norm(config.head_dim, config.norm_eps), Norm(config.head_dim, config.norm_eps)
 
-    def heads(self, x, cos_sin, units: int):
+    def heads(self, x, cos_sin, units: int, into: tuple | None = None):
         """x (B, T, C) -> q (U, Hkv, R, group, T, D), k and v (U, Hkv, R, T, D), as attention wants them."""
         if takes_block(x):
-            return self.heads_in_one(x, cos_sin, units)
+            return self.heads_in_one(x, cos_sin, units, into)
         apart = lambda y: y.unflatten(-1, (-1, self.head_dim))  # (B, T, heads, D)
         q, k, v = apart(self.q_proj(x)), apart(self.k_proj(x)), apart(self.v_proj(x))
         if hasattr(self, "q_norm"):
@@ -160,7 +160,7 @@ class Attention(nn.Module):
         q, k, v = (to_units(part, units, self.n_kv_head) for part in (q, k, v))
         return q.contiguous(), k[:, :, :, 0].contiguous(), v[:, :, :, 0].contiguous()
 
-    def heads_in_one(self, x, cos_sin, units: int):
+    def heads_in_one(self, x, cos_sin, units: int, into: tuple | None = None):
         """The same on CUDA without gradients: biases, norms, rotation and layout in one launch after the products."""
         cast = lambda *weights: [weight.to(x.dtype) for weight in weights]
         layers = self.q_proj, self.k_proj, self.v_proj
@@ -170,11 +170,12 @@ class Attention(nn.Module):
         if hasattr(self, "q_norm"):
             options |= dict(norm="before", weights=cast(self.q_norm.weight, self.k_norm.weight),
                             epsilon=self.q_norm.eps)
-        return split_heads(*parts, *cos_sin, units, self.n_kv_head, **options)
+        return split_heads(*parts, *cos_sin, units, self.n_kv_head, into=into, **options)
 
     def forward(self, x, cos_sin, mask, cache, prefix, ends):
         B = len(x)
-        q, k, v = self.heads(x, cos_sin, B if prefix.cache is None else len(prefix.cache.positions))
+        units = B if prefix.cache is None else len(prefix.cache.positions)
+        q, k, v = self.heads(x, cos_sin, units, columns_of(cache.layer, cache.cache))
         y = attend_all(cache.layer, cache.once(), q, k, v, mask, prefix.shared(), ends)  # (U, Hkv, R, group, T, D)
         return self.o_proj(y.permute(0, 2, 4, 1, 3, 5).reshape(B, -1, self.n_head * self.head_dim))
 
@@ -197,6 +198,7 @@ class MLP(nn.Module):
 class BlockInput(NamedTuple):
     """What a block reads in a forward pass of B rows of T tokens."""
     x: torch.Tensor              # (B, T, C)
+    delta: torch.Tensor | None   # what is yet to be added to x
     cos_sin: tuple
     mask: object                 # attention.make_mask; of a DecodeCache the context
     cache: "LayerCache"
@@ -215,7 +217,7 @@ class Block(nn.Module):
         self.post_attention_layernorm, self.mlp = Norm(config.n_embd, config.norm_eps), MLP(config)
 
     def forward(self, *passes):
-        """The block's outputs, one (B, T, C) for the BlockInput of each pass."""
+        """The block's outputs for the BlockInput of each pass: x, and what is yet to be added to it or None."""
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self.run_all, *passes, use_reentrant=False, preserve_rng_state=False)
         return self.run_all(*passes)
@@ -244,20 +246,23 @@ class Block(nn.Module):
         return tiles.Layer(weights[:3], weights[3:], (first.weight, second.weight),
                            None if biases[0] is None else torch.cat(biases[:3]), first.eps)
 
-    def run_narrow(self, layer, given: BlockInput) -> torch.Tensor:
+    def run_narrow(self, layer, given: BlockInput) -> tuple[torch.Tensor, None]:
         """As run, by kernels of a layer, of the tokens alone that are asked for."""
-        x, cos_sin, mask, cache, prefix, ends, places = given
+        x, _, cos_sin, mask, cache, prefix, ends, places = given
         attn, units = self.self_attn, len(x) if prefix.cache is None else len(prefix.cache.positions)
         q, k, v = tiles.before_attention(layer, x, cos_sin, units, attn.n_head, attn.n_kv_head, places)
         y = attend_all(cache.layer, cache.once(), to_units(q, units, attn.n_kv_head), k, v, mask, prefix.shared(), ends)
         x, places = (x, places) if ends is None else (at_ends(x, ends), None)
-        return tiles.after_attention(layer, x, y.permute(0, 2, 4, 1, 3, 5).reshape(*x.shape[:2], -1), places)
+        return tiles.after_attention(layer, x, y.permute(0, 2, 4, 1, 3, 5).reshape(*x.shape[:2], -1), places), None
 
-    def run(self, given: BlockInput) -> torch.Tensor:
-        x, cos_sin, mask, cache, prefix, ends, _ = given
-        y = self.self_attn(self.input_layernorm(x), cos_sin, mask, cache, prefix, ends)
+    def run(self, given: BlockInput) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """On CUDA without gradients the last addition is one launch with the norm that follows."""
+        x, delta, cos_sin, mask, cache, prefix, ends, _ = given
+        x, normed = self.input_layernorm.after_adding(x, delta)
+        y = self.self_attn(normed, cos_sin, mask, cache, prefix, ends)
         x, normed = self.post_attention_layernorm.after_adding(x if ends is None else at_ends(x, ends), y)
-        return x + self.mlp(normed)
+        y = self.mlp(normed)
+        return (x, y) if takes_block(x) else (x + y, None)
 
 
 class Decoder(nn.Module):
@@ -385,12 +390,13 @@ class ForwardPass:
             positions = torch.arange(T, device=ids.device).expand(B, T)
         self.model, self.cache, self.prefix, self.kept = model, cache, prefix, kept
         self.x = model.model.embed_tokens(ids).to(model.compute_dtype).to(model.activation_dtype)  # (B, T, C)
+        self.delta = None
         context, decoding = model.config.sequence_len, isinstance(cache, DecodeCache)
         if cache is not None and not decoding:
             cache.last_embedding = self.x.new_zeros(B, 1, 0)  # only a GPT's smear looks back
             if cache.length == 0:
                 cache.positions = positions
-        self.cos_sin = model.rotary(positions)
+        self.cos_sin = cache.rotary(positions, model.rotary) if decoding else model.rotary(positions)
         self.mask = context if decoding else make_mask(T, context, context, cache, prefix, positions, self.x.dtype)
         self.ends, self.places = None, None
         if model.lm_head.is_narrow and ids.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -407,15 +413,16 @@ class ForwardPass:
         """What block i reads. The last one's tokens are those alone that are asked for."""
         is_short = self.ends is not None and i == self.model.config.n_layer - 1
         mask, ends = (self.last_mask, self.ends) if is_short else (self.mask, None)
-        return BlockInput(self.x, self.cos_sin, mask, LayerCache(self.cache, i), LayerCache(self.prefix, i), ends,
-                          self.places)
+        return BlockInput(self.x, self.delta, self.cos_sin, mask, LayerCache(self.cache, i), LayerCache(self.prefix, i),
+                          ends, self.places)
 
-    def take(self, i: int, output: torch.Tensor) -> None:
-        self.x = output
+    def take(self, i: int, output: tuple) -> None:
+        self.x, self.delta = output
 
     def result(self) -> torch.Tensor:
         """Hidden states after the final norm."""
-        return self.model.model.norm(self.x if self.kept is None else self.x.flatten(0, 1).index_select(0, self.kept))
+        x, delta = (None if y is None else at(y, None, self.kept) for y in (self.x, self.delta))
+        return self.model.model.norm.after_adding(x, delta)[1]
 
 
 class LayerCache:

@@ -144,15 +144,19 @@ def turned(x_row, bias, weight, heads, inside, at, cos, sin, scale, epsilon, HAL
     return y1 * scale, y2 * scale
 
 
-@jit(do_not_specialize=["R", "T"])
+@jit(do_not_specialize=["R", "T", "capacity"], do_not_specialize_on_alignment=["places", "lengths"])
 def head_rows(q_pointer, k_pointer, v_pointer, q_stride, k_stride, v_stride, cos_pointer, sin_pointer, q_bias, k_bias,
-              v_bias, q_weight, k_weight, gate, embedding, q_out, k_out, v_out, R, T, kv_heads, group, scale, epsilon,
-              HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr,
-              HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr):
+              v_bias, q_weight, k_weight, gate, embedding, q_out, k_out, v_out, places, lengths, R, T, capacity,
+              kv_heads, group, scale, epsilon, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+              NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr, INTO_CACHE: tl.constexpr):
     """One program per token and key head: that head of the keys and values, and the query heads that read it."""
     token, head = tl.program_id(0), tl.program_id(1)
     b, t = token // T, token % T
     place = ((b // R * kv_heads + head) * R + b % R).to(tl.int64)  # of the row's head in (U, Hkv, R)
+    column = place * T + t                                         # where its key goes, and its value
+    if INTO_CACHE:
+        row = tl.load(places + token)
+        column = (row * kv_heads + head) * capacity + tl.load(lengths + row) - 1
     at, one = tl.arange(0, HALF_BLOCK), tl.arange(0, 1)
     cos = tl.load(cos_pointer + token * HALF + at, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_pointer + token * HALF + at, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
@@ -168,7 +172,7 @@ def head_rows(q_pointer, k_pointer, v_pointer, q_stride, k_stride, v_stride, cos
     inside = (one[:, None] < 1) & (at[None, :] < HALF)
     y1, y2 = turned(k_pointer + token.to(tl.int64) * k_stride, k_bias, k_weight, head + one, inside, at, cos, sin,
                     scale, epsilon, HALF, NORM, HAS_BIAS)
-    out = (place * T + t) * (2 * HALF) + at[None, :] + one[:, None]
+    out = column * (2 * HALF) + at[None, :] + one[:, None]
     tl.store(k_out + out, y1.to(k_out.dtype.element_ty), mask=inside)
     tl.store(k_out + out + HALF, y2.to(k_out.dtype.element_ty), mask=inside)
 
@@ -181,31 +185,38 @@ def head_rows(q_pointer, k_pointer, v_pointer, q_stride, k_stride, v_stride, cos
         slot = token.to(tl.int64) * kv_heads + head
         more = tl.load(embedding + slot * 2 * HALF + columns, mask=here).to(tl.float32)
         v += rounded(tl.load(gate + slot).to(tl.float32) * more, v_pointer)
-    tl.store(v_out + (place * T + t) * (2 * HALF) + columns, v.to(v_out.dtype.element_ty), mask=here)
+    tl.store(v_out + column * (2 * HALF) + columns, v.to(v_out.dtype.element_ty), mask=here)
 
 
 def split_heads(q, k, v, cos, sin, units: int, kv_heads: int, *, scale: float = 1.0, norm: str = "",
-                epsilon: float | None = None, biases=None, weights=None, gate=None, embedding=None):
+                epsilon: float | None = None, biases=None, weights=None, gate=None, embedding=None, into=None):
     """Queries, keys and values as attention wants them, from the products of a layer's input with their weights.
 
     q (B, T, H*D), k and v (B, T, Hkv*D), each token's heads without gaps; cos, sin (B, T, 1, D/2). biases: of q, k and
     v, or None. norm: "after" the rotation, "before" it, times weights = (of q, of k) (D,), or "" for none. gate
     (B, T, Hkv) times embedding (B, T, Hkv*D) is added to v, or None. -> q (U, Hkv, R, group, T, D), k and v
-    (U, Hkv, R, T, D); q and k times the scale.
+    (U, Hkv, R, T, D); q and k times the scale. into (DecodeCache.columns, with T = R = 1): there k and v are written,
+    and are None in the result.
     """
     B, T, width = k.shape
     D, R, tokens = width // kv_heads, B // units, B * T
     group, half = q.shape[2] // width, power_of_two(D // 2)
     q, k, v = (x.reshape(tokens, x.shape[-1]) for x in (q, k, v))
     queries = q.new_empty(units, kv_heads, R, group, T, D)
-    keys, values = q.new_empty(units, kv_heads, R, T, D), q.new_empty(units, kv_heads, R, T, D)
+    if into is None:
+        keys, values = q.new_empty(units, kv_heads, R, T, D), q.new_empty(units, kv_heads, R, T, D)
+        places = lengths = q
+    else:
+        keys, values, places, lengths = into
+        assert T == R == 1 and keys.is_contiguous() and values.is_contiguous() and len(places) == B
+    kept = (keys, values) if into is None else (None, None)
     if not tokens:
-        return queries, keys, values
+        return queries, *kept
     gate, embedding, has_gate = (q, q, False) if gate is None else (gate.contiguous(), embedding.contiguous(), True)
     head_rows[(tokens, kv_heads)](
         q, k, v, q.stride(0), k.stride(0), v.stride(0), cos.contiguous(), sin.contiguous(), *(biases or (q, k, v)),
-        *(weights or (q, k)), gate, embedding, queries, keys, values, R, T, kv_heads, group, float(scale),
-        EPSILON if epsilon is None else epsilon, HALF=D // 2, HALF_BLOCK=half,
+        *(weights or (q, k)), gate, embedding, queries, keys, values, places, lengths, R, T, keys.shape[-2], kv_heads,
+        group, float(scale), EPSILON if epsilon is None else epsilon, HALF=D // 2, HALF_BLOCK=half,
         GROUP=power_of_two(group), NORM=norm, HAS_BIAS=biases is not None, HAS_GATE=has_gate,
-        num_warps=warps_of(power_of_two(group) * half), **AS_WRITTEN)
-    return queries, keys, values
+        INTO_CACHE=into is not None, num_warps=warps_of(power_of_two(group) * half), **AS_WRITTEN)
+    return queries, *kept

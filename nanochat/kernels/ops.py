@@ -165,12 +165,13 @@ def to_units(x: torch.Tensor, units: int, kv_heads: int) -> torch.Tensor:
     return x.view(units, B // units, T, kv_heads, H // kv_heads, D).permute(0, 3, 1, 4, 2, 5)
 
 
-def split_heads(qkv: torch.Tensor, cos_sin, gate, embedding, scale: float, units: int, heads: int, kv_heads: int):
+def split_heads(qkv: torch.Tensor, cos_sin, gate, embedding, scale: float, units: int, heads: int, kv_heads: int,
+                into: tuple | None = None):
     """Queries, keys and values as attention wants them, from rows that hold the heads of all three side by side.
 
     qkv (B, T, (H + 2 Hkv) * D); cos, sin (B, T, 1, D/2); gate (B, T, Hkv) and embedding (B, T, Hkv * D), or two None.
     -> q (U, Hkv, R, group, T, D) = scale * norm(rotate(q)), k (U, Hkv, R, T, D) likewise, v (U, Hkv, R, T, D) = v +
-    gate * embedding.
+    gate * embedding. into (DecodeCache.columns): where the kernel on CUDA writes k and v, which then are None.
     """
     B, T, width = qkv.shape
     D = width // (heads + 2 * kv_heads)
@@ -180,7 +181,7 @@ def split_heads(qkv: torch.Tensor, cos_sin, gate, embedding, scale: float, units
             and gate.dtype == embedding.dtype == qkv.dtype)
     if takes_block(qkv):
         return block.split_heads(*qkv.split([heads * D, kv_heads * D, kv_heads * D], dim=-1), *cos_sin, units, kv_heads,
-                                 scale=scale, norm="after", gate=gate, embedding=embedding)
+                                 scale=scale, norm="after", gate=gate, embedding=embedding, into=into)
     if takes_without_gradient(qkv) and D % cpu.MULTIPLE == 0:
         q, k = qkv.new_empty(B, T, heads, D), qkv.new_empty(units, kv_heads, B // units, T, D)
         v, factors = torch.empty_like(k), qkv.new_empty(B, T, heads + kv_heads)
