@@ -213,8 +213,9 @@ class Decoding:
         self.rests = {p: prompts[p][len(start):] for start, its in starts for p in its}
         sharing = starts or [(p, range(i * num_samples, (i + 1) * num_samples)) for i, p in enumerate(prompts)]
         self.prompts = [start for start, _ in sharing]
-        # Those of like length sit down together, so that little is padding when they are run.
-        order = sorted(range(len(sharing)), key=lambda p: (len(self.prompts[p]), p))
+        # Those of like length sit down together, so that little is padding when they are run; the longest first: what
+        # follows them tends to be long too, and is best not begun last.
+        order = sorted(range(len(sharing)), key=lambda p: (-len(self.prompts[p]), p))
         slots = Slots([(p, sharing[p][1]) for p in order], max_rows)
         self.slots, self.capacity = slots, max(1, max_new_tokens - 1)  # the last token's keys are never read
         self.cache = DecodeCache(model.config, slots.num_places, slots.num_slots,
@@ -254,6 +255,7 @@ class Decoding:
     def fill(self) -> None:
         """Gives free places to waiting rows, and draws their first tokens."""
         rows, places, filled, new = self.slots.fill()
+        new.reverse()  # the shortest first
         for some in in_pieces(new, [len(self.prompts[p]) for p, _ in new]):
             at = torch.tensor([slot for _, slot in some], device=self.device)
             cached, self.last_hidden[at] = run_prompts(self.model, [self.prompts[p] for p, _ in some])

@@ -115,7 +115,7 @@ def test_rows_depend_on_their_keys():
 def test_at_most_max_rows_decode_together(max_rows, num_samples):
     model = tiny_model()
     sampled(model, random_prompts(3, 4, 5, 6), num_samples, keys_for(4 * num_samples), max_rows=max_rows)
-    assert max(model.decoding) == model.decoding[0] <= min(max_rows, 4 * num_samples)
+    assert 0 < max(model.decoding) <= min(max_rows, 4 * num_samples)
     assert max(rows for rows, _ in model.shapes) <= max(max_rows, 1)
 
 
@@ -201,7 +201,7 @@ def test_places_are_full_as_long_as_rows_wait(together, max_rows):
     least_live = max_rows - max(1, -(-max_rows // 8)) + 1
     assert len(model.decoding) <= tokens / least_live + longest
     # rows in order of their prompts' lengths, each batch run to its longest row
-    order = sorted(range(64), key=lambda n: (PROMPT_LENGTHS[n // 4], n))
+    order = sorted(range(64), key=lambda n: (-PROMPT_LENGTHS[n // 4], n))
     in_turn = sum(int(whole.lengths[order[i: i + max_rows]].max()) - 1 for i in range(0, 64, max_rows))
     assert max_rows == 40 or len(model.decoding) < 0.65 * in_turn
 
@@ -359,7 +359,8 @@ def test_prompts_in_pieces_change_no_row(monkeypatch, tokens, max_rows):
     monkeypatch.setattr(engine, "PREFILL_TOKENS", tokens)
     model = tiny_model()
     assert_same(sampled(model, prompts, 3, keys, max_rows=max_rows), reference)
-    assert model.prompts == sorted(prompts, key=len)
+    in_pieces = sorted(prompts, key=len)  # of those that sit down together; those with the longest prompts do so first
+    assert model.prompts == (in_pieces if max_rows == 1024 else in_pieces[3:] + in_pieces[2::-1])
 
 
 @pytest.mark.parametrize("length, new", [(13, 4), (17, 1), (0, 4)])

@@ -64,6 +64,15 @@ def play_of(**roles) -> Play:
                 RunState(role_steps=dict.fromkeys(roles, 0)), PolicyLoss("reinforce"))
 
 
+def test_sharded_ranks_run_their_largest_micro_batches_side_by_side():
+    t, rollouts = play_of(), rollouts_of((3, 5, 1), 2, (4, 2, 3, 5, 1, 1))
+    t.args.shard, t.args.micro_batch_tokens = True, 1  # each row is one: 4 + 3, 2 + 3, 3 + 5, 5 + 5, two of 1 + 1
+    t.reduce = lambda tensor, op: tensor + 1  # another rank has seven
+    batches = t.even(t.micro_batches(rollouts, torch.ones(6, 5), torch.ones(6), keep_idle=True))
+    assert [batch.prompt_ids.numel() + batch.tokens.numel() for batch in batches] == [10, 8, 7, 5, 2, 2, 2]
+    assert [len(batch.index) for batch in batches] == [5, 3, 4, 2, 1, 1, 0]
+
+
 def test_what_prompts_about_one_problem_begin_with_goes_through_the_model_once(monkeypatch):
     ran, model = [], random_model()
     trunk = model.trunk

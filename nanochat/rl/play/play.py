@@ -310,11 +310,13 @@ class Play:
         return pack(rollouts, advantages, weights, self.args.micro_batch_tokens, keep_idle, self.args.prefix_sharing)
 
     def even(self, batches: list[MicroBatch]) -> list[MicroBatch]:
-        """With --shard as many micro-batches as any rank has; those that are added train nothing."""
+        """With --shard as many micro-batches as any rank has; those that are added train nothing. Ranks wait for each
+        other in each: the largest of all are run side by side, and so on."""
         if not self.args.shard:
             return batches
         most = int(self.reduce(torch.tensor(len(batches), device=self.device), "max"))
-        return pad_batches(batches, most, self.device)
+        size = lambda batch: batch.prompt_ids.numel() + batch.tokens.numel()
+        return pad_batches(sorted(batches, key=size, reverse=True), most, self.device)
 
     def logprobs(self, role: str, rollouts: Rollouts, *, reference: bool = False) -> torch.Tensor:
         """Logprobs of the tokens, or of the targets in their places, under a role or its starting weights; no gradient.
