@@ -68,6 +68,24 @@ def first_columns(lengths: torch.Tensor, T: int) -> torch.Tensor | None:
 
 
 @dataclass
+class Packing:
+    """Of B rows of T tokens M alone go through the products of blocks, side by side. places (M,) int64: where they are
+    of the B * T."""
+    places: torch.Tensor
+    B: int
+    T: int
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, T, ...) -> (1, M, ...)"""
+        return x.flatten(0, 1).index_select(0, self.places)[None]
+
+    def unpack(self, x: torch.Tensor) -> torch.Tensor:
+        """x (1, M, ...) -> (B, T, ...), 0 where no token is"""
+        all_tokens = x.new_zeros(self.B * self.T, *x.shape[2:]).index_copy(0, self.places, x[0])
+        return all_tokens.unflatten(0, (self.B, self.T))
+
+
+@dataclass
 class Mask:
     """What queries may see, as numbers added to scores: 0, or -inf where they may not look. None: all of it (own: for a
     single query).

@@ -208,18 +208,19 @@ class Decoding:
                                                    for value in (NO_TOKEN, 0.0, False))
         self.keys = torch.tensor(keys + [0], dtype=torch.long, device=device)
         self.stop_tokens = torch.tensor(stop_tokens, dtype=torch.long, device=device)
-        # What has a slot: prompts, or starts that several have, each with its rows; and what of a row's prompt follows.
+        # What has a slot, with its rows: prompts, or starts that several have (row p is then prompt p).
         starts = common_starts(prompts, families, max_rows, max_new_tokens) if families and num_samples == 1 else []
+        units = starts or [(p, range(i * num_samples, (i + 1) * num_samples)) for i, p in enumerate(prompts)]
+        self.prompts = [start for start, _ in units]
         self.rests = {p: prompts[p][len(start):] for start, its in starts for p in its}
-        sharing = starts or [(p, range(i * num_samples, (i + 1) * num_samples)) for i, p in enumerate(prompts)]
-        self.prompts = [start for start, _ in sharing]
         # Those of like length sit down together, so that little is padding when they are run; the longest first: what
         # follows them tends to be long too, and is best not begun last.
-        order = sorted(range(len(sharing)), key=lambda p: (-len(self.prompts[p]), p))
-        slots = Slots([(p, sharing[p][1]) for p in order], max_rows)
+        longest = [max(len(prompts[row // num_samples]) for row in rows) for _, rows in units]
+        order = sorted(range(len(units)), key=lambda u: (-longest[u], u))
+        slots = Slots([(u, units[u][1]) for u in order], max_rows)
         self.slots, self.capacity = slots, max(1, max_new_tokens - 1)  # the last token's keys are never read
-        self.cache = DecodeCache(model.config, slots.num_places, slots.num_slots,
-                                 max(len(rows) for _, rows in sharing), max(map(len, self.prompts)),
+        self.cache = DecodeCache(model.config, slots.num_places, slots.num_slots, max(len(rows) for _, rows in units),
+                                 max(map(len, self.prompts)),
                                  self.capacity + max(map(len, self.rests.values()), default=0),
                                  model.activation_dtype, device)
         # Of each slot: the hidden state of its prompt's last token. Of each place: its row (N when that has ended), the
@@ -255,7 +256,7 @@ class Decoding:
     def fill(self) -> None:
         """Gives free places to waiting rows, and draws their first tokens."""
         rows, places, filled, new = self.slots.fill()
-        new.reverse()  # the shortest first
+        new.sort(key=lambda one: len(self.prompts[one[0]]))
         for some in in_pieces(new, [len(self.prompts[p]) for p, _ in new]):
             at = torch.tensor([slot for _, slot in some], device=self.device)
             cached, self.last_hidden[at] = run_prompts(self.model, [self.prompts[p] for p, _ in some])

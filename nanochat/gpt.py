@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from nanochat.attention import PADDING_POSITION, KVCache, attend, make_mask
+from nanochat.attention import PADDING_POSITION, KVCache, Packing, attend, columns_up_to, first_columns, make_mask
 from nanochat.cli import at_least
 from nanochat.common import BadInput
 from nanochat.decode_cache import DecodeCache
@@ -125,11 +125,21 @@ def columns_of(layer: int, cache: DecodeCache | KVCache | None) -> tuple | None:
     return cache.columns(layer) if isinstance(cache, DecodeCache) else None
 
 
+def tokens_asked_for(shape, positions, cache, kept, lengths) -> torch.Tensor | None:
+    """The places (M,) of the B * T tokens (shape) that need to be run, of a forward pass with trunk's arguments and
+    trunk_after's lengths; None for all of them."""
+    if isinstance(cache, DecodeCache) or torch.compiler.is_compiling() or positions is kept is lengths is None:
+        return None
+    if kept is not None and cache is None:
+        lengths = columns_up_to(kept, *shape)
+    return first_columns((positions < PADDING_POSITION).sum(dim=1) if lengths is None else lengths, shape[1])
+
+
 class BlockInput(NamedTuple):
     """What a block reads in a forward pass of B rows of T tokens."""
-    x: torch.Tensor                       # (B, T, C)
+    x: torch.Tensor                       # (B, T, C), or packed (1, M, C)
     delta: torch.Tensor | None            # what is yet to be added to x
-    x0: torch.Tensor                      # the first embedding (B, T, C) ...
+    x0: torch.Tensor                      # the first embedding, likewise ...
     lambdas: tuple                        # ... and the weights of x and of it
     value_embedding: torch.Tensor | None  # (B, T, Hkv * D)
     cos_sin: tuple
@@ -138,6 +148,7 @@ class BlockInput(NamedTuple):
     prefix: KVCache | None                # of the prompts that the rows continue
     ends: torch.Tensor | None             # (B,): after attention the rows' last tokens alone go on, or ...
     kept: torch.Tensor | None             # ... (M,) of the B * T places
+    packing: Packing | None               # how the tokens that are asked for are packed
 
 
 class Attention(nn.Module):
@@ -155,7 +166,7 @@ class Attention(nn.Module):
     def joined_weight(self) -> torch.Tensor:
         return torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight])
 
-    def heads(self, x, value_embedding, cos_sin, units: int, into: tuple | None):
+    def heads(self, x, value_embedding, cos_sin, units: int, into: tuple | None, packing: Packing | None):
         """Queries, keys and values of normed x, as `split_heads` has them."""
         if self.c_qkv is not None:
             qkv = linear(x, self.c_qkv)
@@ -164,6 +175,8 @@ class Attention(nn.Module):
         else:
             qkv = torch.cat([layer(x) for layer in (self.c_q, self.c_k, self.c_v)], dim=-1)
         gate = None if value_embedding is None else value_gate(x, self.ve_gate.weight.to(x.dtype))  # (B, T, Hkv)
+        if packing is not None:
+            qkv, gate = packing.unpack(qkv), None if gate is None else packing.unpack(gate)
         return split_heads(qkv, cos_sin, gate, value_embedding, QK_SCALE, units, self.n_head, self.n_kv_head, into)
 
     def read(self, q, k, v, mask, cache, prefix, ends):
@@ -211,8 +224,9 @@ class Block(nn.Module):
 
     def run(self, given: BlockInput) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x, and what is yet to be added to it or None: the addition is one operation with what follows."""
-        x, delta, x0, lambdas, value_embedding, cos_sin, mask, cache, prefix, ends, kept = given
-        attn, mlp, units = self.attn, self.mlp, len(x) if prefix is None else len(prefix.positions)
+        x, delta, x0, lambdas, value_embedding, cos_sin, mask, cache, prefix, ends, kept, packing = given
+        attn, mlp = self.attn, self.mlp
+        units = len(prefix.positions) if prefix is not None else len(x) if packing is None else packing.B
         if fuses_layers(x):
             gate_weight = None if value_embedding is None else attn.ve_gate.weight.to(x.dtype)
             ready_before, ready_after = self.packed(x.dtype) or (None, None)
@@ -222,19 +236,25 @@ class Block(nn.Module):
             y = attn.read(*heads, mask, cache, prefix, ends)
             return after_attention(at(x, ends, kept), at(y, None, kept), *after, ready_after), None
         x, normed = mix_norm(x, delta, x0, *lambdas)
-        heads = attn.heads(normed, value_embedding, cos_sin, units, columns_of(attn.layer, cache))
+        heads = attn.heads(normed, value_embedding, cos_sin, units, columns_of(attn.layer, cache), packing)
         y = attn.read(*heads, mask, cache, prefix, ends)
+        if packing is not None and ends is None and kept is None:
+            y = packing.pack(y)
+        elif packing is not None:
+            x = packing.unpack(x)
         x, normed = add_norm(at(x, ends, kept), attn.c_proj(at(y, None, kept)))
         return x, mlp(normed)
 
 
 class ForwardPass:
-    """A pass of tokens through a GPT, block by block, with trunk's arguments. Caches get positions and length first."""
+    """A pass of tokens through a GPT, block by block, with trunk's arguments and trunk_after's lengths. Caches get
+    positions and length first."""
 
     def __init__(self, model: "GPT", ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None,
-                 last_only: bool, kept: torch.Tensor | None = None):
+                 last_only: bool, kept: torch.Tensor | None = None, lengths: torch.Tensor | None = None):
         assert not last_only or cache is not None and cache.length == 0
-        B, T = ids.shape
+        (B, T), packs = ids.shape, torch.is_grad_enabled()  # sampling has kernels that do not
+        places = tokens_asked_for(ids.shape, positions, cache, kept, lengths) if packs else None
         if positions is None:
             positions = torch.arange(T, device=ids.device).expand(B, T)
         self.model, self.ids, self.cache, self.prefix, self.kept = model, ids, cache, prefix, kept
@@ -250,6 +270,9 @@ class ForwardPass:
             self.ends = last_tokens(positions)
             self.last_mask = make_mask(1, model.windows[-1], config.sequence_len, None, cache,
                                        at_ends(positions, self.ends), dtype)
+        self.packing = None if places is None or fuses_layers(self.x) else Packing(places, B, T)
+        if self.packing is not None:
+            self.x = self.packing.pack(self.x)
         self.x0, self.delta = self.x, None
         self.lambdas = list(zip(*(y.to(dtype).unbind() for y in (model.resid_lambdas, model.x0_lambdas)), strict=True))
 
@@ -282,7 +305,7 @@ class ForwardPass:
         mask, ends = (self.last_mask, self.ends) if is_last and self.ends is not None else (
             self.masks[model.windows[i]], None)
         return BlockInput(self.x, self.delta, self.x0, (resid, first), embeds, self.cos_sin, mask, self.cache,
-                          self.prefix, ends, self.kept if is_last and ends is None else None)
+                          self.prefix, ends, self.kept if is_last and ends is None else None, self.packing)
 
     def take(self, i: int, output: tuple) -> None:
         """The outputs of block i."""
@@ -293,10 +316,12 @@ class ForwardPass:
 
     def result(self) -> torch.Tensor:
         """Hidden states, less those of the middle, after the final norm."""
-        x, backout = self.x, self.backout
+        x, backout, packing = self.x, self.backout, self.packing
         if backout.shape != x.shape:
+            backout = backout if packing is None else packing.unpack(backout)
             backout = at(backout, None if self.kept is not None else self.ends, self.kept)
-        return mix_norm(x, self.delta, backout, x.new_ones(()), -self.model.backout_lambda.to(x.dtype)[0])[1]
+        x = mix_norm(x, self.delta, backout, x.new_ones(()), -self.model.backout_lambda.to(x.dtype)[0])[1]
+        return packing.unpack(x) if packing is not None and self.kept is self.ends is None else x
 
 
 class GPT(nn.Module):
@@ -416,8 +441,8 @@ class GPT(nn.Module):
                                         self.forward_pass(ids, positions, None, prefix, False, lengths=lengths)])
 
     def forward_pass(self, ids, positions, cache, prefix, last_only: bool, kept=None, lengths=None) -> ForwardPass:
-        """A pass with trunk's arguments, and trunk_after's lengths, which save nothing here."""
-        return ForwardPass(self, ids, positions, cache, prefix, last_only, kept)
+        """A pass with trunk's arguments, and trunk_after's lengths."""
+        return ForwardPass(self, ids, positions, cache, prefix, last_only, kept, lengths)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits over the real vocabulary, softcapped, fp32. hidden (..., C) -> (..., V)."""

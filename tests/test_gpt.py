@@ -254,7 +254,7 @@ def test_fresh_blocks_are_the_identity():
     x = torch.randn(1, 5, 48)
     cos_sin = rotary(torch.arange(5)[None], 24, x.dtype)
     lambdas = torch.tensor(1.0), torch.tensor(0.0)
-    (y, delta), = model.transformer.h[0]((x, None, x, lambdas, None, cos_sin, Mask(torch.zeros(5, 5)), *[None] * 4))
+    (y, delta), = model.transformer.h[0]((x, None, x, lambdas, None, cos_sin, Mask(torch.zeros(5, 5)), *[None] * 5))
     assert torch.equal(y if delta is None else y + delta, x)
 
 

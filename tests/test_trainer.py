@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
-from conftest import on_two_ranks, random_model
+from conftest import on_two_ranks, random_model, randomized
 
+from nanochat import gpt
 from nanochat.common import all_reduce
 from nanochat.engine import generate, row_key
+from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.optim import adamw
 from nanochat.rl.learn import trainer
@@ -117,6 +119,24 @@ def test_hidden_states_and_gradients_after_a_shared_prompt_equal_those_of_plain_
             sum((plain[n] @ direction * advantages[n, : rollouts.lengths[n]]).sum() for n in range(6))]
     for a, b in zip(*(torch.autograd.grad(x, parameters) for x in sums), strict=True):
         assert b.abs().max() > 0 and (a - b).abs().max() < 1e-10 * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize("model", [
+    tiny_model(), randomized(Decoder(DecoderConfig("qwen2", 256, 265, 2, 4, 2, 48, 12, 64, 1e-6, 1e4, None, True, False,
+                                                   False, False, True), torch.float64).double(), 0)],
+    ids=["GPT", "Decoder"])
+def test_an_update_runs_no_padding_through_the_products(model, monkeypatch):
+    rollouts, seen = random_rollouts([3, 20], [9, 2, 30, 1]), [0, 0]
+    batches = packed(rollouts, random_advantages(rollouts))
+    hooks = [block.mlp.register_forward_hook(lambda block, given, _, i=i: seen.__setitem__(
+        i, seen[i] + given[0].shape[:-1].numel())) for i, block in enumerate(model.blocks)]
+    gradients = gradient(batches, model)[0]
+    for hook in hooks:
+        hook.remove()
+    # Of the last block each prompt has its last token; the last token of a completion predicts nothing.
+    assert len(batches) == 1 and seen == [3 + 20 + 8 + 1 + 29, 2 + 8 + 1 + 29]
+    monkeypatch.setattr(gpt, "first_columns", lambda lengths, T: None)  # all of them
+    assert_close(gradients, gradient(batches, model)[0], 1e-12)
 
 
 def test_completions_of_one_token_need_no_second_forward():

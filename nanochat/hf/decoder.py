@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from nanochat import gpt
 
-from nanochat.attention import PADDING_POSITION, KVCache, columns_up_to, extend, first_columns, make_mask
+from nanochat.attention import KVCache, Packing, extend, make_mask
 from nanochat.decode_cache import DecodeCache
 from nanochat.decode_step import DecoderStep
-from nanochat.gpt import GPT, at, at_ends, attend_all, columns_of, last_tokens, run_passes
+from nanochat.gpt import GPT, at, at_ends, attend_all, columns_of, last_tokens, run_passes, tokens_asked_for
 from nanochat.kernels import tiles
 from nanochat.kernels.block import split_heads
 from nanochat.kernels.ops import add_norm, linear, norm, rotate, swiglu, takes_block, to_units
@@ -148,8 +148,9 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm, self.k_norm = Norm(config.head_dim, config.norm_eps), Norm(config.head_dim, config.norm_eps)
 
-    def heads(self, x, cos_sin, units: int, into: tuple | None = None):
-        """x (B, T, C) -> q (U, Hkv, R, group, T, D), k and v (U, Hkv, R, T, D), as attention wants them."""
+    def heads(self, x, cos_sin, units: int, into: tuple | None = None, packing: Packing | None = None):
+        """x (B, T, C), or packed (1, M, C) -> q (U, Hkv, R, group, T, D), k and v (U, Hkv, R, T, D), as attention wants
+        them."""
         if takes_block(x):
             return self.heads_in_one(x, cos_sin, units, into)
         apart = lambda y: y.unflatten(-1, (-1, self.head_dim))  # (B, T, heads, D)
@@ -157,6 +158,8 @@ class Attention(nn.Module):
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
+        if packing is not None:
+            q, k, v = map(packing.unpack, (q, k, v))
         q, k, v = (to_units(part, units, self.n_kv_head) for part in (q, k, v))
         return q.contiguous(), k[:, :, :, 0].contiguous(), v[:, :, :, 0].contiguous()
 
@@ -172,12 +175,13 @@ class Attention(nn.Module):
                             epsilon=self.q_norm.eps)
         return split_heads(*parts, *cos_sin, units, self.n_kv_head, into=into, **options)
 
-    def forward(self, x, cos_sin, mask, cache, prefix, ends):
-        B = len(x)
+    def forward(self, x, cos_sin, mask, cache, prefix, ends, packing):
+        B = len(x) if packing is None else packing.B
         units = B if prefix.cache is None else len(prefix.cache.positions)
-        q, k, v = self.heads(x, cos_sin, units, columns_of(cache.layer, cache.cache))
+        q, k, v = self.heads(x, cos_sin, units, columns_of(cache.layer, cache.cache), packing)
         y = attend_all(cache.layer, cache.once(), q, k, v, mask, prefix.shared(), ends)  # (U, Hkv, R, group, T, D)
-        return self.o_proj(y.permute(0, 2, 4, 1, 3, 5).reshape(B, -1, self.n_head * self.head_dim))
+        y = y.permute(0, 2, 4, 1, 3, 5).reshape(B, -1, self.n_head * self.head_dim)
+        return self.o_proj(y if packing is None or ends is not None else packing.pack(y))
 
 
 class MLP(nn.Module):
@@ -197,7 +201,7 @@ class MLP(nn.Module):
 
 class BlockInput(NamedTuple):
     """What a block reads in a forward pass of B rows of T tokens."""
-    x: torch.Tensor              # (B, T, C)
+    x: torch.Tensor              # (B, T, C), or packed (1, M, C)
     delta: torch.Tensor | None   # what is yet to be added to x
     cos_sin: tuple
     mask: object                 # attention.make_mask; of a DecodeCache the context
@@ -205,6 +209,7 @@ class BlockInput(NamedTuple):
     prefix: "LayerCache"
     ends: torch.Tensor | None    # (B,): after attention the rows' last tokens alone go on
     places: torch.Tensor | None  # the tokens that are asked for (tiles.before_attention)
+    packing: Packing | None      # how these alone are packed, where kernels of layers do not see to it
 
 
 class Block(nn.Module):
@@ -248,7 +253,7 @@ class Block(nn.Module):
 
     def run_narrow(self, layer, given: BlockInput) -> tuple[torch.Tensor, None]:
         """As run, by kernels of a layer, of the tokens alone that are asked for."""
-        x, _, cos_sin, mask, cache, prefix, ends, places = given
+        x, _, cos_sin, mask, cache, prefix, ends, places, _ = given
         attn, units = self.self_attn, len(x) if prefix.cache is None else len(prefix.cache.positions)
         q, k, v = tiles.before_attention(layer, x, cos_sin, units, attn.n_head, attn.n_kv_head, places)
         y = attend_all(cache.layer, cache.once(), to_units(q, units, attn.n_kv_head), k, v, mask, prefix.shared(), ends)
@@ -257,10 +262,12 @@ class Block(nn.Module):
 
     def run(self, given: BlockInput) -> tuple[torch.Tensor, torch.Tensor | None]:
         """On CUDA without gradients the last addition is one launch with the norm that follows."""
-        x, delta, cos_sin, mask, cache, prefix, ends, _ = given
+        x, delta, cos_sin, mask, cache, prefix, ends, _, packing = given
         x, normed = self.input_layernorm.after_adding(x, delta)
-        y = self.self_attn(normed, cos_sin, mask, cache, prefix, ends)
-        x, normed = self.post_attention_layernorm.after_adding(x if ends is None else at_ends(x, ends), y)
+        y = self.self_attn(normed, cos_sin, mask, cache, prefix, ends, packing)
+        if ends is not None:
+            x = at_ends(x if packing is None else packing.unpack(x), ends)
+        x, normed = self.post_attention_layernorm.after_adding(x, y)
         y = self.mlp(normed)
         return (x, y) if takes_block(x) else (x + y, None)
 
@@ -380,12 +387,14 @@ class Decoder(nn.Module):
 
 class ForwardPass:
     """A pass of tokens through a Decoder, as gpt.ForwardPass. lengths (B,): the first tokens of each row are asked for
-    alone; kernels of layers save the others."""
+    alone. Where a gradient is asked for, others go through attention alone, and nowhere by kernels of layers."""
 
     def __init__(self, model: Decoder, ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None,
                  last_only: bool, kept: torch.Tensor | None = None, lengths: torch.Tensor | None = None):
         assert not last_only or cache is not None and cache.length == 0
-        B, T = ids.shape
+        (B, T), by_layers = ids.shape, model.lm_head.is_narrow and ids.device.type == "cpu"
+        packs = by_layers or torch.is_grad_enabled()  # sampling on CUDA has kernels that do not
+        self.places = tokens_asked_for(ids.shape, positions, cache, kept, lengths) if packs else None
         if positions is None:
             positions = torch.arange(T, device=ids.device).expand(B, T)
         self.model, self.cache, self.prefix, self.kept = model, cache, prefix, kept
@@ -398,11 +407,10 @@ class ForwardPass:
                 cache.positions = positions
         self.cos_sin = cache.rotary(positions, model.rotary) if decoding else model.rotary(positions)
         self.mask = context if decoding else make_mask(T, context, context, cache, prefix, positions, self.x.dtype)
-        self.ends, self.places = None, None
-        if model.lm_head.is_narrow and ids.device.type == "cpu" and not torch.compiler.is_compiling():
-            if kept is not None and cache is None:
-                lengths = columns_up_to(kept, B, T)
-            self.places = first_columns((positions < PADDING_POSITION).sum(dim=1) if lengths is None else lengths, T)
+        self.ends, self.packing = None, None
+        if self.places is not None and not by_layers:
+            self.packing = Packing(self.places, B, T)
+            self.x, *self.cos_sin = map(self.packing.pack, (self.x, *self.cos_sin))
         if cache is not None and not decoding:
             cache.length += T
         if last_only and T > 1:
@@ -414,14 +422,17 @@ class ForwardPass:
         is_short = self.ends is not None and i == self.model.config.n_layer - 1
         mask, ends = (self.last_mask, self.ends) if is_short else (self.mask, None)
         return BlockInput(self.x, self.delta, self.cos_sin, mask, LayerCache(self.cache, i), LayerCache(self.prefix, i),
-                          ends, self.places)
+                          ends, self.places, self.packing)
 
     def take(self, i: int, output: tuple) -> None:
         self.x, self.delta = output
 
     def result(self) -> torch.Tensor:
         """Hidden states after the final norm."""
-        x, delta = (None if y is None else at(y, None, self.kept) for y in (self.x, self.delta))
+        x, delta = self.x, self.delta
+        if self.packing is not None and self.ends is None:
+            x = self.packing.unpack(x)
+        x, delta = (None if y is None else at(y, None, self.kept) for y in (x, delta))
         return self.model.model.norm.after_adding(x, delta)[1]
 
 
