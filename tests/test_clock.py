@@ -9,6 +9,7 @@ from test_trainer import EVERYTHING, packed, random_advantages, random_rollouts
 
 from dev.bench import clock, lengths, ranks, waits
 from dev.bench.clock import Card, Fill, Policy, Shape, Steps, decoding, seated
+from nanochat.attention import PADDING_POSITION
 from nanochat.common import BadInput
 
 CARD = Card(bandwidth=100.0, launch=1.0, products=20.0, prefill=10.0, train=8.0, eager=3.0, look=7.0)
@@ -78,7 +79,8 @@ def test_micro_batches_are_those_that_are_packed(max_tokens):
     lengths = [[5, 3, 9], [1, 1, 2], [30, 8, 2], [4, 4, 4]]
     rollouts = random_rollouts([7, 20, 3, 11], list(itertools.chain(*lengths)))
     real = packed(rollouts, random_advantages(rollouts), max_tokens=max_tokens)
-    sizes = [(batch.prompt_ids.numel() + batch.tokens.numel(), len(batch.index)) for batch in real]
+    sizes = [(int((batch.prompt_positions < PADDING_POSITION).sum()) + len(batch.index), len(batch.index))
+             for batch in real]
     assert ranks.micro_batches(list(zip([7, 20, 3, 11], lengths, strict=True)), max_tokens) == sizes
 
 

@@ -13,10 +13,10 @@ from conftest import RL_FLAGS, on_ranks, parse, randomized, scripts_on_two_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import checkpoint
-from nanochat.attention import PADDING_POSITION, KVCache
+from nanochat.attention import PADDING_POSITION, KVCache, columns_up_to
 from nanochat.common import BadInput, all_reduce
 from nanochat.engine import generate
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT, GPTConfig, run_passes
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.optim import adamw
@@ -215,12 +215,14 @@ def test_three_sharded_ranks_take_the_steps_of_one(tmp_path):
 
 
 def in_two_passes(model, batch) -> torch.Tensor:
-    """completion_hidden by two calls of trunk."""
+    """completion_hidden by two passes, one after the other."""
     prefix, R = KVCache(model.config.n_layer), len(batch.tokens) // len(batch.prompt_ids)
     prompts = model.trunk(batch.prompt_ids, positions=batch.prompt_positions, cache=prefix, last_only=True)
     lengths = (batch.prompt_positions < PADDING_POSITION).sum(dim=1).repeat_interleave(R)
     positions = lengths[:, None] + torch.arange(batch.tokens.shape[1] - 1)
-    rows = model.trunk(batch.tokens[:, :-1], positions=positions, prefix=prefix)
+    asked = (columns_up_to(batch.index, *batch.tokens.shape) - 1).clamp(min=0)
+    rows, = run_passes(model.blocks, [model.forward_pass(batch.tokens[:, :-1], positions, None, prefix, False,
+                                                         lengths=asked)])
     return torch.cat([prompts.repeat_interleave(R, dim=0), rows], dim=1)
 
 

@@ -103,7 +103,7 @@ def sampled_from_one_queue(lengths: list[list[int]], prompts: list[int], max_row
 
 def micro_batches(groups: list[tuple[int, list[int]]], max_tokens: int) -> list[tuple[int, int]]:
     """As rl.learn.packing.pack makes them of groups (tokens of the prompt, of each row). -> of each, the tokens that go
-    through the blocks, padding included as on CUDA, and those through the head"""
+    through the blocks, and those through the head"""
     units = []
     for prompt, rows in groups:
         per_unit = min(len(rows), max(1, (max_tokens - prompt) // max(rows)))
@@ -117,7 +117,7 @@ def micro_batches(groups: list[tuple[int, list[int]]], max_tokens: int) -> list[
             grown = [unit]
         current = grown
     batches += [current] if current else []
-    return [(padded([(prompt, rows, max(rows)) for prompt, rows, _ in batch]), sum(sum(rows) for _, rows, _ in batch))
+    return [(sum(prompt + sum(rows) for prompt, rows, _ in batch), sum(sum(rows) for _, rows, _ in batch))
             for batch in batches]
 
 
@@ -128,10 +128,10 @@ def padded(units: list[tuple[int, list[int], int]]) -> int:
 
 def updated(dealt: list[list[Problem]], max_tokens: int, card: Card, shape: Shape, shard: bool,
             largest_first: bool = True) -> tuple[float, list[float]]:
-    """Seconds of an update, and of each rank's own work in it. shard: every micro-batch waits for its slowest rank,
-    behind the gathers of a forward and a backward pass and the sum of gradients, which run beside it; else ranks wait
-    once, and sum all gradients at the end. largest_first: as Play.even orders micro-batches, else as they are packed.
-    """
+    """Seconds of an update, and of each rank's own work in it. shard: every micro-batch waits for its slowest rank, and
+    lasts as long as the gathers of a forward and a backward pass and the sum of gradients, which run beside it; else
+    ranks wait once, and sum all gradients at the end. largest_first: as Play.even orders micro-batches, else as they
+    are packed."""
     R, groups = len(dealt), [[(p.prompt, p.solutions) for p in problems] for problems in dealt]
     work = [[8 * ((shape.weights - shape.head) * run + shape.head * trained) / card.train
              for run, trained in micro_batches(rows, max_tokens)] for rows in groups]

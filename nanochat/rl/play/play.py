@@ -315,7 +315,7 @@ class Play:
         if not self.args.shard:
             return batches
         most = int(self.reduce(torch.tensor(len(batches), device=self.device), "max"))
-        size = lambda batch: batch.prompt_ids.numel() + batch.tokens.numel()
+        size = lambda batch: batch.prompt_ids.numel() + len(batch.index)
         return pad_batches(sorted(batches, key=size, reverse=True), most, self.device)
 
     def logprobs(self, role: str, rollouts: Rollouts, *, reference: bool = False) -> torch.Tensor:
