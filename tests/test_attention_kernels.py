@@ -330,7 +330,7 @@ def plain_and_compiled(model, **options) -> list[list[torch.Tensor]]:
 
 
 def test_blocks_of_an_imported_model_are_compiled_once_for_all_layers():
-    """Behind a prefix: one graph, and one for the last layer, which leaves prompts out."""
+    """After a prefix: one graph, and one for the last layer, which leaves prompts out."""
     torch._dynamo.utils.counters.clear()
     expected, actual = plain_and_compiled(small_model("decoder", layers=3), backend="eager")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
