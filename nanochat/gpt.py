@@ -253,7 +253,7 @@ class ForwardPass:
     def __init__(self, model: "GPT", ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None,
                  last_only: bool, kept: torch.Tensor | None = None, lengths: torch.Tensor | None = None):
         assert not last_only or cache is not None and cache.length == 0
-        (B, T), packs = ids.shape, torch.is_grad_enabled()  # sampling has kernels that do not
+        (B, T), packs = ids.shape, torch.is_grad_enabled() or lengths is not None  # kernels of sampling do not
         places = tokens_asked_for(ids.shape, positions, cache, kept, lengths) if packs else None
         if positions is None:
             positions = torch.arange(T, device=ids.device).expand(B, T)

@@ -5,7 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanochat.gpt import rotary
+from nanochat.attention import PADDING_POSITION
+from nanochat.gpt import GPT, GPTConfig, rotary
 from nanochat.hf.decoder import Attention, Decoder, DecoderConfig
 from nanochat.kernels import block, ops
 from nanochat.kernels.launch import tl
@@ -163,3 +164,27 @@ def test_a_decoder_of_these_kernels_is_the_one_of_pytorch(monkeypatch):
         for module in ("kernels.ops", "hf.decoder"):
             monkeypatch.setattr(f"nanochat.{module}.takes_block", lambda x: True)
         torch.testing.assert_close(model.trunk(ids, kept=some), expected.flatten(0, 1)[some], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Decoder(DecoderConfig("qwen2", 64, 100, 2, 2, 1, 32, 16, 48, 1e-6, 1e4, None, True, False, False, False,
+                                  True)),
+    lambda: GPT(GPTConfig(64, 100, 2, 2, 1, 32, "L"))], ids=["Decoder", "GPT"])
+def test_rows_of_unlike_lengths_after_prompts_are_those_of_pytorch(make, monkeypatch):
+    """Packed, where logprobs are asked for without gradients."""
+    model, prompts, ids = make().to(DEVICE), torch.tensor([[3, 1], [7, 0]]), torch.arange(12).view(4, 3)
+    for seed, p in enumerate(model.parameters()):
+        p.data = random(*p.shape, seed=seed, scale=0.3)
+    lengths, prompt_lengths = torch.tensor([3, 1, 0, 2]), torch.tensor([2, 1])
+    prompt_positions = torch.arange(2).expand(2, 2).masked_fill(torch.arange(2) >= prompt_lengths[:, None],
+                                                                PADDING_POSITION)
+    positions = prompt_lengths.repeat_interleave(2)[:, None] + torch.arange(3)
+    given = [x.to(DEVICE) for x in (prompts, prompt_positions, ids, positions)]
+    asked = torch.arange(3) < lengths[:, None]
+    with torch.no_grad():
+        expected = model.trunk_after(*given)
+        for module in ("kernels.ops", "hf.decoder"):
+            monkeypatch.setattr(f"nanochat.{module}.takes_block", lambda x: True)
+        last, rows = model.trunk_after(*given, lengths.to(DEVICE))
+    torch.testing.assert_close(last, expected[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(rows[asked], expected[1][asked], rtol=0, atol=1e-5)

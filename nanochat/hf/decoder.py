@@ -151,7 +151,7 @@ class Attention(nn.Module):
     def heads(self, x, cos_sin, units: int, into: tuple | None = None, packing: Packing | None = None):
         """x (B, T, C), or packed (1, M, C) -> q (U, Hkv, R, group, T, D), k and v (U, Hkv, R, T, D), as attention wants
         them."""
-        if takes_block(x):
+        if takes_block(x) and packing is None:
             return self.heads_in_one(x, cos_sin, units, into)
         apart = lambda y: y.unflatten(-1, (-1, self.head_dim))  # (B, T, heads, D)
         q, k, v = apart(self.q_proj(x)), apart(self.k_proj(x)), apart(self.v_proj(x))
@@ -387,13 +387,13 @@ class Decoder(nn.Module):
 
 class ForwardPass:
     """A pass of tokens through a Decoder, as gpt.ForwardPass. lengths (B,): the first tokens of each row are asked for
-    alone. Where a gradient is asked for, others go through attention alone, and nowhere by kernels of layers."""
+    alone. Others go through attention at most, but where prompts are run to sample."""
 
     def __init__(self, model: Decoder, ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None,
                  last_only: bool, kept: torch.Tensor | None = None, lengths: torch.Tensor | None = None):
         assert not last_only or cache is not None and cache.length == 0
         (B, T), by_layers = ids.shape, model.lm_head.is_narrow and ids.device.type == "cpu"
-        packs = by_layers or torch.is_grad_enabled()  # sampling on CUDA has kernels that do not
+        packs = by_layers or torch.is_grad_enabled() or lengths is not None  # kernels of sampling on CUDA do not
         self.places = tokens_asked_for(ids.shape, positions, cache, kept, lengths) if packs else None
         if positions is None:
             positions = torch.arange(T, device=ids.device).expand(B, T)
@@ -430,10 +430,10 @@ class ForwardPass:
     def result(self) -> torch.Tensor:
         """Hidden states after the final norm."""
         x, delta = self.x, self.delta
-        if self.packing is not None and self.ends is None:
-            x = self.packing.unpack(x)
-        x, delta = (None if y is None else at(y, None, self.kept) for y in (x, delta))
-        return self.model.model.norm.after_adding(x, delta)[1]
+        if self.packing is None or self.ends is not None:
+            x, delta = (None if y is None else at(y, None, self.kept) for y in (x, delta))
+            return self.model.model.norm.after_adding(x, delta)[1]
+        return at(self.packing.unpack(self.model.model.norm.after_adding(x, delta)[1]), None, self.kept)
 
 
 class LayerCache:
