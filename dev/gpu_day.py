@@ -190,6 +190,8 @@ def main() -> int:
         parser.error(f"--stages {args.stages}: choose from {', '.join(STAGES)}")
     if args.scale == "full" and not torch.cuda.is_available():
         parser.error("there is no CUDA device here: --scale tiny rehearses on a CPU")
+    if not os.path.isfile(args.bench):
+        parser.error(f"--bench {args.bench}: there is no such page")
     os.makedirs(args.out, exist_ok=True)
     base = os.path.join(os.path.abspath(args.out), "base")
     env = os.environ | {"NANOCHAT_BASE_DIR": base, "WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1",

@@ -48,7 +48,8 @@ class KVCache:
 
 
 def extend(kv: list, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """KVCache.append for one layer's keys and values, in place."""
+    """KVCache.append for kv, the keys and values of one layer: new ones (U, Hkv, R, T, D) are put after them, in place.
+    """
     if kv[0] is not None:
         k, v = torch.cat([kv[0], k], dim=3), torch.cat([kv[1], v], dim=3)
     kv[:] = k, v

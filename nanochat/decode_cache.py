@@ -97,7 +97,7 @@ class DecodeCache:
         self.places = places
         if takes_triton(places):
             return steps.advance(places, num_own, self.rests, self.lengths, self.slots, self.prefix_lengths)
-        num_own = num_own + self.rests[places]
+        num_own = (num_own + self.rests[places]).clamp(min=1)  # 1 in places that never had a row
         self.lengths[places] = num_own
         return self.prefix_lengths[self.slots[places]] + num_own - 1
 
@@ -110,8 +110,8 @@ class DecodeCache:
         return self.cos_sin.index_select(1, positions[:, 0])[:, :, None]
 
     def columns(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """What a kernel must know that itself stores the keys and values of new tokens: those of a place go into its
-        column lengths - 1."""
+        """What a kernel must know that itself stores the keys and values of new tokens: k, v (B, Hkv, capacity, D), and
+        places (n,), whose column is lengths (B,) - 1."""
         return self.k[layer], self.v[layer], self.places, self.lengths
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,

@@ -209,7 +209,7 @@ class Decoding:
         self.keys = torch.tensor(keys + [0], dtype=torch.long, device=device)
         self.stop_tokens = torch.tensor(stop_tokens, dtype=torch.long, device=device)
         # What has a slot, with its rows: prompts, or starts that several have (row p is then prompt p).
-        starts = common_starts(prompts, families, max_rows, max_new_tokens) if families and num_samples == 1 else []
+        starts = common_starts(prompts, families, max_rows) if families and num_samples == 1 else []
         units = starts or [(p, range(i * num_samples, (i + 1) * num_samples)) for i, p in enumerate(prompts)]
         self.prompts = [start for start, _ in units]
         self.rests = {p: prompts[p][len(start):] for start, its in starts for p in its}
@@ -223,11 +223,12 @@ class Decoding:
                                  max(map(len, self.prompts)),
                                  self.capacity + max(map(len, self.rests.values()), default=0),
                                  model.activation_dtype, device)
-        # Of each slot: the hidden state of its prompt's last token. Of each place: its row (N when that has ended), the
-        # last token that it drew, how many it has drawn.
+        # Of each slot: the hidden state of the last token of its prompt or start. Of each place: its row (N when that
+        # has ended, or never was), the token that it runs next, how many it has drawn.
         self.last_hidden = torch.zeros(slots.num_slots, model.config.n_embd, dtype=model.activation_dtype,
                                        device=device)
-        self.of_places = torch.tensor([[len(keys)], [0], [1]], device=device).repeat(1, slots.num_places)
+        of_none = torch.tensor([[len(keys)], [0], [min(1, max_new_tokens - 1)]], device=device)
+        self.of_places = of_none.repeat(1, slots.num_places)
         self.row, self.token, self.drawn = self.of_places
         self.queue = ToolQueue(tool, slots.num_places, model.vocab_size, max_new_tokens, device) if tool else None
 
@@ -254,7 +255,8 @@ class Decoding:
                 (graphs or self.step)(batch)
 
     def fill(self) -> None:
-        """Gives free places to waiting rows, and draws their first tokens."""
+        """Gives free places to waiting rows, and draws their first tokens, which after starts is left to the next
+        step."""
         rows, places, filled, new = self.slots.fill()
         new.sort(key=lambda one: len(self.prompts[one[0]]))
         for some in in_pieces(new, [len(self.prompts[p]) for p, _ in new]):

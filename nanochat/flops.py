@@ -81,14 +81,14 @@ def prefill_floor(model, prompts: int, prompt_len: int, speed: tuple[float, floa
 
 
 def decode_floor(model, prompts: int, rows: int, prompt_len: int, completion_len: int,
-                 speed: tuple[float, float]) -> float:
+                 speed: tuple[float, float], own: int = 0) -> float:
     """Seconds that decoding takes at least: per step, the rows' products, or reading the weights and every cached token
-    once (prompts are cached once for all their rows)."""
+    once (prompts are cached once for all their rows). own: tokens of a row that stand after its prompt already."""
     config, itemsize = model.config, model.compute_dtype.itemsize
     weights = matrix_weights(model) + model.lm_head.weight.numel()
     cached = 2 * config.n_layer * config.n_kv_head * config.head_dim * itemsize  # bytes per token
     seconds = 0.0
-    for t in range(completion_len):
+    for t in range(own, own + completion_len):
         read = weights * itemsize + cached * (prompts * prompt_len + rows * t)
         work = rows * (2 * weights + 4 * config.n_layer * config.n_head * config.head_dim * (prompt_len + t))
         seconds += max(read / speed[1], work / speed[0])

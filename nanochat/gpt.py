@@ -121,7 +121,8 @@ def attend_all(layer: int, cache: DecodeCache | KVCache | None, q, k, v, mask, p
 
 
 def columns_of(layer: int, cache: DecodeCache | KVCache | None) -> tuple | None:
-    """Where a kernel may store the keys and values of new tokens, which attend_all then is not given."""
+    """Where a kernel may store the keys and values of new tokens (DecodeCache.columns), which attend_all then is not
+    given."""
     return cache.columns(layer) if isinstance(cache, DecodeCache) else None
 
 
@@ -412,9 +413,9 @@ class GPT(nn.Module):
         PADDING_POSITION marks padding, which no later token sees. prefix: the cache of U prompts that B/U consecutive
         rows each continue. cache: where keys and values are kept; a second forward into it goes on after its columns.
         A DecodeCache takes one token of each row in its places. last_only: of prompts run into an empty cache the last
-        tokens alone are asked for, for which alone the last layer does more than keys and values; there they look at no
-        prefix, so that after one the cache is what counts. kept (M,) int64: the
-        same of these places of the B * T, with or without a cache. -> (B, T, C), (B, 1, C) or (M, C), in compute_dtype.
+        tokens alone are asked for, for which alone the last layer does more than keys and values. That layer does not
+        look at a prefix then: with one, use the cache and not what is returned. kept (M,) int64: the same of these
+        places of the B * T, with or without a cache. -> (B, T, C), (B, 1, C) or (M, C), in compute_dtype.
         """
         if isinstance(cache, DecodeCache) and kept is None and self.decodes_in_one(cache, len(ids)):
             if cache.step is None or cache.step.ready is not self.blocks[0].ready:

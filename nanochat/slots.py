@@ -30,14 +30,16 @@ def num_places(num_prompts: int, num_samples: int, prompt_tokens: int, new_token
     return max(1, most)
 
 
-def common_starts(prompts: list[list[int]], families: list[Hashable], num_places: int,
-                  new_tokens: int) -> list[tuple[list[int], list[int]]]:
+def common_starts(prompts: list[list[int]], families: list[Hashable],
+                  num_places: int) -> list[tuple[list[int], list[int]]]:
     """Prompts of one family (a problem, say) begin alike: such a start is run once, and takes the slot that one prompt
     would have. What follows it in a prompt, at least a token, is then its row's own.
 
     A prompt that is alone in its family is cut where the longest start ends. -> (start, the prompts that begin with
-    it); nothing where too little is saved, or where more tokens would be held than without.
+    it); nothing where a family has no common start, where too little is saved, and where more tokens would be held or
+    fewer places be filled than without.
     """
+    assert len(families) == len(prompts)
     members: dict[Hashable, list[int]] = {}
     for p, family in enumerate(families):
         members.setdefault(family, []).append(p)
@@ -50,9 +52,12 @@ def common_starts(prompts: list[list[int]], families: list[Hashable], num_places
         return []
     saved = sum(len(start) * (len(its) - 1) for start, its in starts)
     rest = max(len(prompts[p]) - len(start) for start, its in starts for p in its)
-    held = num_slots(len(starts), num_places, max(len(its) for _, its in starts)) * longest + num_places * rest
-    without = num_slots(len(prompts), num_places, 1) * max(map(len, prompts))
-    return starts if saved >= SHARED * sum(map(len, prompts)) and held <= without else []
+    sizes = sorted(len(its) for _, its in starts)
+    slots = num_slots(len(starts), num_places, sizes[-1])
+    pays = saved >= SHARED * sum(map(len, prompts))
+    fits = slots * longest + num_places * rest <= num_slots(len(prompts), num_places, 1) * max(map(len, prompts))
+    fills = sum(sizes[:slots]) >= min(num_places, len(prompts))  # even if the smallest families have all the slots
+    return starts if pays and fits and fills else []
 
 
 class Slots:

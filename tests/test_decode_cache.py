@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import random_model
 
 from nanochat.attention import PADDING_POSITION, KVCache
 from nanochat.decode_cache import TRANSPOSED_FROM, DecodeCache
-from nanochat.engine import run_prompts
+from nanochat.engine import Decoding, run_prompts
 from nanochat.kernels import cpu
 from nanochat.kernels.decode_attention import decode_attention_plain
 
@@ -269,3 +270,15 @@ def test_rows_of_one_prompt_that_lie_apart_read_it_all_the_same():
                                  cache.lengths, cache.prefix_k[LAYER], cache.prefix_v[LAYER], cache.prefix_lengths,
                                  cache.slots, FULL)
     assert (out - whole[mixed]).abs().max() < 1e-12
+
+
+def test_a_place_that_never_had_a_row_stays_in_its_first_column():
+    """CUDA's batches have such places, too. Of one new token, a row has drawn none when it runs its prompt's last."""
+    cache = case([2]).cache
+    idle = torch.tensor([place for place in range(4) if cache.slots[place] == 0][:1])
+    positions = cache.advance(idle, torch.zeros(1, dtype=torch.long))
+    assert cache.lengths[idle].tolist() == [1]
+    assert positions.tolist() == cache.prefix_lengths[cache.slots[idle]].tolist()
+    model, prompts = random_model(), [[1, 2], [1, 3], [1, 4]]
+    decoding = Decoding(model, prompts, 1, 1, [], [1, 2, 3], 1.0, 0, 3, None, [0, 0, 0])
+    assert decoding.drawn.tolist() == [0, 0, 0]

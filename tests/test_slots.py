@@ -113,10 +113,10 @@ def test_a_budget_of_cached_tokens_is_kept_and_used(num_prompts, num_samples, pr
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 1), min_size=1, max_size=9)), min_size=1,
-                max_size=12), st.integers(1, 12), st.integers(1, 4))
-def test_common_starts_cut_every_prompt_once_and_save_tokens(given, places, new_tokens):
+                max_size=12), st.integers(1, 12))
+def test_common_starts_cut_every_prompt_once_and_save_tokens(given, places):
     families, prompts = zip(*given, strict=True)
-    starts = common_starts(list(prompts), list(families), min(places, len(prompts)), new_tokens)
+    starts = common_starts(list(prompts), list(families), min(places, len(prompts)))
     if not starts:
         return
     assert sorted(p for _, its in starts for p in its) == list(range(len(prompts)))
@@ -129,11 +129,15 @@ def test_common_starts_cut_every_prompt_once_and_save_tokens(given, places, new_
 
 def test_common_starts_of_families():
     prompts, alone = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [7, 8, 9], [7, 8]], [9, 8, 7, 6]
-    assert common_starts([*prompts, alone], [0, 0, 1, 1, 2], 5, 4) == [
+    assert common_starts([*prompts, alone], [0, 0, 1, 1, 2], 5) == [
         ([1, 2, 3], [0, 1]), ([7], [2, 3]), ([9, 8, 7], [4])]  # the last tokens are always their own
-    assert common_starts(prompts[:2], [0, 1], 2, 4) == []      # nothing is shared
-    assert common_starts([[1, *range(2, 20)], [1, *range(30, 60)]], [0, 0], 2, 4) == []  # one token of 50
-    assert common_starts([[1], [1, 2]], [0, 0], 2, 4) == []    # no start, where one is a whole prompt
+    assert common_starts(prompts[:2], [0, 1], 2) == []      # nothing is shared
+    assert common_starts([[1, *range(2, 20)], [1, *range(30, 60)]], [0, 0], 2) == []  # one token of 50
+    assert common_starts([[1], [1, 2]], [0, 0], 2) == []    # no start, where one is a whole prompt
     # Long starts of one family, long rests of another: beside each other they would hold more than whole prompts.
     long = [[1] * 30 + [2], [1] * 30 + [3], [4] * 4 + [5] * 27, [4] * 4 + [6] * 27]
-    assert common_starts(long, [0, 0, 1, 1], 4, 4) == [] != common_starts(long[:2], [0, 0], 2, 4)
+    assert common_starts(long, [0, 0, 1, 1], 4) == [] != common_starts(long[:2], [0, 0], 2)
+    # A large family and many alone: as few slots as the large one needs would leave places empty.
+    uneven = [[1] * 9 + [p] for p in range(20)] + [[2, p, *range(9)] for p in range(40)]
+    assert common_starts(uneven, [0] * 20 + list(range(1, 41)), 40) == []
+    assert common_starts(uneven[:20], [0] * 20, 20) != []

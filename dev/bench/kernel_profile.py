@@ -43,7 +43,7 @@ RULES = {
     "head": r"policy_rows|logprob_rows|segment_statistics|draw_rows",
     "products": r"gemm|gemv|nvjet|cutlass|cublas|splitK|aten::(mm|addmm|bmm|baddbmm)_?$|mkldnn::_linear",
     "optimizer": r"[Aa]dam|multi_tensor_apply|LpNorm|_foreach_",
-    "block": r"norm_rows|head_rows|gate_rows|advance_rows|^elements|rms_?norm|RMSNorm|layer_norm|silu",
+    "block": r"norm_rows|head_rows|gate_rows|(advance|record)_rows|^elements|rms_?norm|RMSNorm|layer_norm|silu",
     "copies": r"(?i)memcpy|memset|copy|CatArray|Fill|aten::(cat|clone|zero_|contiguous)$",
     "indexing": r"(?i)index|gather|scatter|embedding|cub::|scan|sort",
     "elementwise": r"elementwise|reduce_kernel|[Ss]oftmax|aten::(add|sub|mul|div|exp|log|sum|amax)_?$",

@@ -5,10 +5,9 @@ products.
 All get the same random hidden states (N, C), LM head (V, C), targets, advantages, old and reference logprobs, and
 compute the mean PPO loss plus 0.04 KL (k3), but for quack_ce. First each one's gradients on up to 1024 rows are
 compared with naive PyTorch in fp32; one that is wrong or missing is left out with a note. Then they take turns, and
-medians are shown, as
-useful TFLOP/s (6NCV, 2NCV for scoring: recomputing logits earns nothing) and as the percentage of the speed of the bare
-products of the same shapes (three, one for scoring). Memory is the most that was held beyond the inputs. The last line
-is JSON.
+medians are shown, as useful TFLOP/s (6NCV, 2NCV for scoring: recomputing logits earns nothing) and as the percentage of
+the speed of the bare products of the same shapes (three, one for scoring). Memory is the most that was held beyond the
+inputs. The last line is JSON.
 
 naive: autograd on (N, V) fp32 logits. compiled: torch.compile of it. liger: LigerFusedLinearGRPOLoss of liger-kernel,
 one token per sequence, since it takes one advantage per sequence; it has no softcap. trl: ChunkedLogProbFunction of TRL

@@ -175,11 +175,18 @@ def step(dealt: list[list[Problem]], card: Card, shape: Shape, *, max_rows: int 
 # Lengths
 
 def real(path: str) -> list[Problem]:
-    """Problems of a file of dev.bench.lengths."""
-    with open(path) as f:
-        found = json.load(f)
+    """Problems of a file of dev.bench.lengths. Raises BadInput where it is none."""
     names = ("prompts", "solutions", "verifier_prompts", "verifications", "known")
-    return [Problem(*row) for row in zip(*(found[name] for name in names), strict=True)]
+    try:
+        with open(path) as f:
+            found = json.load(f)
+        problems = [Problem(*row) for row in zip(*(found[name] for name in names), strict=True)]
+        fine = all(p.solutions and min(p.prompt, *p.solutions, *p.read, *p.verifications) > 0 for p in problems)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"--lengths {path}: is no file of dev.bench.lengths ({type(error).__name__}: {error})") from None
+    if not fine:
+        raise BadInput(f"--lengths {path}: has a problem without solutions, or lengths below 1")
+    return problems
 
 
 def lognormal(num: int, samples: int, seed: int, median: float = 500, p99: float = 5000, limit: int = 8192,
@@ -250,7 +257,7 @@ def make_parser() -> argparse.ArgumentParser:
                                      allow_abbrev=False)
     parser.add_argument("--lengths", nargs="*", default=[], metavar="FILE.json", help="files of dev.bench.lengths")
     parser.add_argument("--card", choices=list(CARDS), default="H100")
-    parser.add_argument("--ranks", nargs="*", type=at_least(1), default=[2, 4, 8])
+    parser.add_argument("--ranks", nargs="+", type=at_least(1), default=[2, 4, 8])
     parser.add_argument("--problems-per-rank", type=at_least(1), default=16)
     parser.add_argument("--max-rows", type=at_least(1), default=1024, help="rows of a rank that decode together")
     parser.add_argument("--seeds", type=at_least(1), default=5, help="draws of a step's problems")

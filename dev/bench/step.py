@@ -164,8 +164,9 @@ def floor_seconds(args, model, speed) -> float:
         sampling += sampling_floor(model, P, P * G, prompt, completion, speed)
     else:
         sampling = sampling_floor(model, P, P * G, prompt, completion, speed)
-        if args.role == "generator":
-            sampling += sampling_floor(model, P * G, P * G, prompt + completion, args.verification_len, speed)
+        if args.role == "generator":  # verifications of one problem share its prompt
+            sampling += (prefill_floor(model, P, prompt, speed) + prefill_floor(model, P * G, completion, speed)
+                         + decode_floor(model, P, P * G, prompt, args.verification_len, speed, completion))
     return sampling + sum(update_flops(model, P, P * G, prompt, completion).values()) / speed[0]
 
 

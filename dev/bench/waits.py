@@ -126,5 +126,8 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         NOTES = sys.argv.pop(1)
         script_main(main, tango_rl.make_parser)
-    else:
+    elif glob.glob(f"{(sys.argv[1:] or [''])[0]}.[0-9]*"):
         compare(*sys.argv[1:])
+    else:
+        print("name the notes of runs, that with one rank first: see the docstring", file=sys.stderr)
+        sys.exit(2)

@@ -437,8 +437,8 @@ class ForwardPass:
 
 
 class LayerCache:
-    """A layer's part of a cache, or of none. It does not say which layer, but to a DecodeCache: torch.compile would
-    make each layer anew, and stop at the eighth."""
+    """A layer's part of a cache, or of none. It knows the layer's number for a DecodeCache alone: where it did in
+    training, torch.compile would compile each layer anew, and stop at the eighth."""
 
     def __init__(self, cache: KVCache | DecodeCache | None, layer: int):
         self.cache, self.layer, self.kv, self.called = cache, None, None, False
@@ -452,7 +452,8 @@ class LayerCache:
         return self.cache if self.cache is None or isinstance(self.cache, DecodeCache) else self
 
     def append(self, _, k, v):
-        """Stores new keys and values; gives those of all columns."""
+        """Stores new keys and values (U, Hkv, R, T, D); gives those of all columns. As KVCache.append, without its
+        layer."""
         if self.called:  # the block is run once more for its backward pass
             return k, v
         self.called = True

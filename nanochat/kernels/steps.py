@@ -20,7 +20,7 @@ def advance_rows(places, num_own, rests, lengths, slots, prefix_lengths, positio
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = at < n
     place = tl.load(places + at, mask=here, other=0)
-    length = tl.load(num_own + at, mask=here, other=0) + tl.load(rests + place, mask=here, other=0)
+    length = tl.maximum(tl.load(num_own + at, mask=here, other=0) + tl.load(rests + place, mask=here, other=0), 1)
     before = tl.load(prefix_lengths + tl.load(slots + place, mask=here, other=0), mask=here, other=0)
     tl.store(lengths + place, length, mask=here)
     tl.store(positions + at, before + length - 1, mask=here)
