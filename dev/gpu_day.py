@@ -69,6 +69,7 @@ STAGES = {
                 "results.transformers.decode_tok_per_s"]),
     "step": (150, f"python -m dev.bench.step {BIG} {STEP}", f"python -m dev.bench.step {SMALL} {TINY_STEP}",
              ["s_per_step", "gen_s", "update_s", "floor_s", "completion_tok_per_s", "peak_mem_mb", "planned_mem_mb"]),
+    # on CPU nothing is compiled: its rehearsal is the plain step
     "compiled step": (300, f"python -m dev.bench.step {BIG} {STEP} --compile",
                       f"python -m dev.bench.step {SMALL} {TINY_STEP}", ["s_per_step", "update_s", "floor_s"]),
     "tango step": (240, f"python -m dev.bench.step {BIG} {STEP} --role generator --verification-len 256 "

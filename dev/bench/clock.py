@@ -99,7 +99,7 @@ def sampling(lengths: list[list[int]], prompts: list[int], max_rows: int, policy
 
 
 def seated(lengths: list[list[int]], prompts: list[int], max_rows: int, kind=Slots) -> Slots:
-    """The slots that engine.Decoding makes."""
+    """The slots that engine.Decoding makes of prompts that share no start."""
     G, order = len(lengths[0]), sorted(range(len(prompts)), key=lambda p: (-prompts[p], p))
     return kind([(p, range(p * G, (p + 1) * G)) for p in order], min(max_rows, G * len(prompts)))
 
