@@ -92,10 +92,10 @@ def carry_out(t: Play, recipe) -> None:
 # The loop
 
 def train(t: Play, recipe) -> None:
-    """Steps of the recipe until its first trained role has made --num-steps updates. Raises Diverged where it never
-    will, and where the ranks' weights have become different."""
+    """Steps of the recipe until its first trained role has made --num-steps updates, or --token-budget is spent. Raises
+    Diverged where it never will, and where the ranks' weights have become different."""
     counted, most = trained_roles(recipe.ROLES)[0], 10 * (sum(t.totals.values()) + 1)
-    while t.steps[counted] < t.args.num_steps:
+    while not t.is_over(counted):
         if t.step > most:
             raise Diverged(f"in {t.step} steps the {counted} has made {t.steps[counted]} of its {t.args.num_steps} "
                            f"updates; the recipe planned {sum(t.totals.values())} of all roles")
@@ -168,7 +168,7 @@ def run_to_the_end(t: Play, recipe) -> tuple[dict, float]:
 def finished_scores(t: Play, recipe) -> dict | None:
     """The scores at the end of a run that has made all steps, if no flag was changed since. None where it goes on, or
     is evaluated again. The first rank reads them."""
-    if t.steps[trained_roles(recipe.ROLES)[0]] < t.args.num_steps:
+    if not t.is_over(trained_roles(recipe.ROLES)[0]):
         t.run.remove("summary.json")  # a finished run that goes on is not finished
         return None
     found = []

@@ -118,9 +118,22 @@ class Play:
         """Updates that each role has made."""
         return self.state.role_steps
 
+    def is_over(self, counted: str) -> bool:
+        """Whether this role has made --num-steps updates, or --token-budget is spent."""
+        budget = self.args.token_budget
+        return self.steps[counted] >= self.args.num_steps or 0 < budget <= self.state.sampled_tokens
+
+    def position(self, role: str) -> tuple[int, int, int]:
+        """How far a role is in the run, in updates: those made, all, and made at its last. With --token-budget in
+        tokens, which all roles sample."""
+        if budget := self.args.token_budget:
+            return self.state.sampled_tokens, budget, budget
+        return self.steps[role], self.totals[role], self.totals[role] - 1
+
     def progress(self, role: str) -> float:
-        """How far a role is through its updates of the run, from 0 at its first to 1 at its last."""
-        return min(1.0, self.steps[role] / max(1, self.totals[role] - 1))
+        """The same as a number, from 0 at its first update to 1 at its last."""
+        made, _, last = self.position(role)
+        return min(1.0, made / max(1, last))
 
     def begin_step(self) -> None:
         """Forgets what a step has drawn and logged. The state is left as it is: the same draws come again."""

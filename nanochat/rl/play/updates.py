@@ -90,9 +90,8 @@ def apply_update(t: Play, wanted: Update) -> dict:
     if times > 1:
         for batch in batches:
             batch.old_logprobs = score(role.model, batch, args.temperature)
-    made, total = t.steps[role.name], t.totals[role.name]
     lr = role.lr if wanted.lr is None else wanted.lr
-    lr *= lr_factor(args.lr_schedule, args.warmup_ratio, made, total, total - 1)
+    lr *= lr_factor(args.lr_schedule, args.warmup_ratio, *t.position(role.name))
     gaps, num_skipped = {} if t.moved & ids_of(role.model.parameters()) else None, 0
     for _ in range(times):
         metrics = update(role, batches, loss, lr=lr, max_grad_norm=args.max_grad_norm, temperature=args.temperature,

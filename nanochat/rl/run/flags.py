@@ -42,6 +42,9 @@ def add_common_args(parser) -> None:
     parser.add_argument("--save-every", type=at_least(0), default=50, help="steps between checkpoints; 0 = at the end")
     add_keep_arg(parser)
     parser.add_argument("--num-steps", type=at_least(0), default=200, help="updates of the first role that is trained")
+    parser.add_argument("--token-budget", type=at_least(0), default=0,
+                        help="the run also ends once all roles have sampled so many tokens, evaluation apart, and what "
+                             "is scheduled over a run follows these; 0 = no bound")
     add_model_args(parser.add_argument_group("models"))
     add_rollout_args(parser.add_argument_group("rollouts"))
     add_loss_args(parser.add_argument_group("advantages, loss and optimizer"))

@@ -222,7 +222,8 @@ def describe_run(args, configs: dict[str, Config], held: dict[str, Held], draws:
     lines += show_plan(plan, machine_memory(device) / 1e9)
     lines += ["", "tokens per step, at most: " + ", ".join(
         f"{draw.prompts * draw.samples * draw.new_tokens:,} of {draw.name} ({draw.role})" for draw in most)]
-    lines += ["updates: " + ", ".join(f"{count} of the {role}" for role, count in totals.items())]
+    lines += ["updates: " + ", ".join(f"{count} of the {role}" for role, count in totals.items())
+              + f", or fewer: it ends after {args.token_budget:,} tokens" * bool(args.token_budget)]
     for share, words in ((0.5, "half of their limits"), (1.0, "their limits")):
         total, shown = 0.0, []
         context = max(mean(draw.wrap) + int(share * (draw.quoted + draw.max_new_tokens)) for draw in draws.values())

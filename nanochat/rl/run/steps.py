@@ -154,8 +154,10 @@ def held_out(t: Play, recipe) -> dict:
 
 def seconds_left(t: Play) -> float:
     """Estimate of the steps to come, without evaluations."""
-    left = sum(max(0, t.totals[role] - t.steps[role]) for role in t.totals)
-    return t.state.step_seconds / max(1, sum(t.steps.values())) * left
+    counted = list(t.totals)[:1] if t.args.token_budget else t.totals  # tokens are all roles', updates each one's
+    positions = [t.position(role) for role in counted]
+    left = sum(max(0, total - made) for made, total, _ in positions)
+    return t.state.step_seconds / max(1, sum(made for made, *_ in positions)) * left
 
 
 def show_page(t: Play, state: str | None, is_alive: bool = True) -> None:

@@ -1,0 +1,335 @@
+"""
+The league: every system from the same checkpoint of a seed, with one budget of sampled tokens, settings by one rule.
+
+    bash runs/league.sh                                        # what is not in the store yet; then pages
+    bash runs/league.sh --tasks chain --systems "tango dapo" --seeds "1 2"
+    bash runs/league.sh --tasks chain --systems my/few.py      # a recipe of your own, among the others
+    bash runs/league.sh --tasks chain --systems dapo --again   # the row again, beside what is stored
+    bash runs/league.sh --report                               # the pages alone
+
+A system's tries run on the tuning seeds; the one that solves most held-out problems there, in the mean, runs on the
+seeds that count. Each finished run is a line of runs.csv in --out, with its curve in points.csv and solutions in
+rollouts.jsonl; a run that is there, with the same flags, is not made again. league_systems.py says what there is.
+"""
+import argparse
+import csv
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterable
+from statistics import mean
+from typing import NamedTuple
+
+from dev.experiments import league_pages
+from dev.experiments.arms import chosen
+from dev.experiments.jobs import (Job, carry_out_all, check_made_alike, check_one_word, job_of, log_of, noted, runs_of,
+                                  stages_of)
+from dev.experiments.league_systems import (BASELINE, SYSTEMS, TASKS, TUNING_SEEDS, allowances, arm_of, experiment,
+                                            mark_of, system_of)
+from dev.experiments.run import jobs_at_once, seeds_of
+from nanochat.cli import at_least, script_main
+from nanochat.common import BadInput, StopRequested, print0
+from nanochat.hf.files import read_json
+from nanochat.rl.report.report import Run, curve, read_run
+from nanochat.storage.files import base_dir, check_writable, make_folder, path_of, whole_file
+
+OUT = "dev/curves/league"
+BUDGET = 200_000
+CURVES = ("gen/pass1_in", "gen/pass1_out", "ver/step_f1_fixed", "ver/balanced_acc_fixed")
+SCORES = ("gen/pass1_in", "gen/pass1_out", "ver/step_f1_fixed", "ver/outcome_f1_fixed", "ver/balanced_acc_fixed",
+          "gen/verdicts/wrong_steps_passed", "gen/reward")
+EXAMPLES = 3  # held-out problems whose solutions are kept, of the first seed
+KEYS = ("task", "system", "rate", "seed", "budget")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("--systems", help=f"one or more of: {', '.join(SYSTEMS)}; or paths of recipes; default: all; "
+                        f"{BASELINE} comes along")
+    parser.add_argument("--tasks", help=f"one or more of: {', '.join(TASKS)}; default: all")
+    parser.add_argument("--seeds", default="1 2 3 4 5")
+    parser.add_argument("--budget", type=at_least(1000), default=BUDGET,
+                        help="tokens that a system may sample, in all roles, its judge's training too "
+                             "(default: %(default)s)")
+    parser.add_argument("--out", default=OUT, help="folder of the store (default: %(default)s)")
+    parser.add_argument("--again", action="store_true", help="make stored runs of these rows again, in a folder that "
+                        "is removed, and print both; the store stays as it is")
+    parser.add_argument("--report", action="store_true", help="collect what is finished, write the pages, and stop")
+    return parser
+
+
+# The store
+
+class Entry(NamedTuple):
+    """A run of the league: a system's try at a task, with one seed."""
+    task: str
+    system: str
+    rate: str
+    seed: str
+    budget: int
+    job: Job
+
+    @property
+    def key(self) -> tuple:
+        return self.task, self.system, self.rate, self.seed, str(self.budget)
+
+
+def read_store(out: str) -> dict[tuple, dict]:
+    """The lines of runs.csv by KEYS. Raises BadInput where it is not as it was written."""
+    path = os.path.join(out, "runs.csv")
+    if not os.path.exists(path):
+        return {}
+    with open(path, encoding="utf-8", newline="") as f:
+        rows = list(csv.DictReader(f))
+    try:
+        return {tuple(row[name] for name in KEYS): row for row in rows}
+    except KeyError as error:
+        raise BadInput(f"{path} has no column {error}") from None
+
+
+def flags_kept(job: Job, name: str) -> str:
+    """What a stored run was made with."""
+    mark = mark_of(name)
+    return noted(job.flags) + (f" # text {mark}" if mark is not None else "")
+
+
+def judge_jobs(name: str, task: str, budget: int, seed: str) -> list[Job]:
+    """The jobs before a system's run that sample tokens: labelled solutions, and the training of its judge."""
+    e = experiment(task, budget, [(name, "")])
+    taken = [label for label, amount in zip(("labels", f"train_{name}"), allowances(name, budget), strict=True) if amount]
+    return [job_of(e, e.starts[label], seed) for label in taken]
+
+
+def tokens_before(name: str, task: str, budget: int, seed: str) -> int:
+    """Tokens that these have sampled. Raises BadInput where labelled solutions took more than their allowance."""
+    total = 0
+    for job in judge_jobs(name, task, budget, seed):
+        found = read_json(os.path.join(job.folder, job.done))
+        tokens = found["sampled_tokens"] if job.module == "scripts.tango_rl" else found["solution_tokens"]
+        if job.module != "scripts.tango_rl" and tokens > allowances(name, budget)[0]:
+            raise BadInput(f"{job.folder}: {tokens} tokens of labelled solutions, and {name} may take "
+                           f"{allowances(name, budget)[0]}: raise solution_tokens of task {task}")
+        total += tokens
+    return total
+
+
+def row_of(entry: Entry, run: Run) -> dict:
+    """A finished run as a line of runs.csv: scores before and after, the best on the way, rewards and what the verifier
+    passes over the first and the last third of the steps."""
+    first, last = run.points[0], run.points[-1]
+    row = {"task": entry.task, "system": entry.system, "rate": entry.rate, "seed": entry.seed, "budget": entry.budget}
+    for name in SCORES:
+        values = [r[name] for r in run.records if isinstance(r.get(name), int | float)]
+        third = max(1, len(values) // 3)
+        ends = (mean(values[:third]), mean(values[-third:])) if values else (first.get(name), last.get(name))
+        before, after = ends if name not in first or first[name] is None else (first[name], last.get(name))
+        row |= {f"{name} before": rounded(before), f"{name} after": rounded(after)}
+    best = max(curve(run, "gen/pass1_in", "sampled_tokens")[1], default=None)
+    steps = run.summary.get(f"{run.roles[0][:3]}_steps")
+    tokens = run.summary["sampled_tokens"] + tokens_before(entry.system, entry.task, entry.budget, entry.seed)
+    return row | {"best": rounded(best), "steps": steps, "tokens": tokens, "minutes": run.summary["minutes"],
+                  "commit": run.config.get("commit"), "torch": run.config.get("torch"),
+                  "flags": flags_kept(entry.job, entry.system)}
+
+
+def rounded(value: float | None) -> float | str:
+    return "" if value is None else round(value, 5)
+
+
+def points_of(entry: Entry, run: Run) -> list[dict]:
+    """The run's curves over sampled tokens, its judge's training before it."""
+    before = tokens_before(entry.system, entry.task, entry.budget, entry.seed)
+    return [{"task": entry.task, "system": entry.system, "seed": entry.seed, "metric": metric,
+             "tokens": tokens + before * (tokens > 0), "value": round(value, 5)}
+            for metric in CURVES for tokens, value in zip(*curve(run, metric, "sampled_tokens"), strict=True)]
+
+
+def solutions_of(entry: Entry, run: Run) -> list[dict]:
+    """The first held-out problems, as solved before and after."""
+    kept = [[e for e in run.examples if e["step"] == step][:EXAMPLES]
+            for step in ({run.examples[0]["step"], run.examples[-1]["step"]} if run.examples else ())]
+    return [{"task": entry.task, "system": entry.system, "seed": entry.seed, "step": e["step"], "problem": e["problem"],
+             "gold": e["gold"], "solution": e["solution"], "labels": e["step_labels"],
+             "verification": e.get("verification")} for e in sum(sorted(kept, key=lambda k: k[0]["step"]), [])]
+
+
+def write_rows(path: str, rows: list[dict]) -> None:
+    """Raises CannotWrite."""
+    with whole_file(path) as f:
+        writer = csv.DictWriter(f, list(rows[0]) if rows else [])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_rows(path: str) -> list[dict]:
+    if not os.path.exists(path):
+        return []
+    with open(path, encoding="utf-8", newline="") as f:
+        return list(csv.DictReader(f)) if path.endswith(".csv") else [json.loads(line) for line in f]
+
+
+def collect(entries: list[Entry], out: str) -> None:
+    """Takes finished runs that the store has not, or has with other flags, into it. Raises CannotWrite."""
+    store, points, kept = read_store(out), read_rows(f"{out}/points.csv"), read_rows(f"{out}/rollouts.jsonl")
+    for entry in entries:
+        if not entry.job.is_done() or not is_missing(entry, store):
+            continue
+        run = read_run(entry.job.folder)
+        store[entry.key] = row_of(entry, run)
+        if entry.seed not in TUNING_SEEDS:
+            same = lambda row, e=entry: (row["task"], row["system"], str(row["seed"])) == (e.task, e.system, e.seed)
+            points = [row for row in points if not same(row)] + points_of(entry, run)
+            if entry.seed == "1":
+                kept = [row for row in kept if not same(row)] + solutions_of(entry, run)
+    order = lambda row: [str(row[name]) for name in ("task", "system", "seed")]
+    make_folder(out)
+    write_rows(os.path.join(out, "runs.csv"), sorted(store.values(), key=lambda row: [*order(row), row["rate"]]))
+    write_rows(os.path.join(out, "points.csv"), sorted(points, key=order))
+    with whole_file(os.path.join(out, "rollouts.jsonl")) as f:
+        f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in sorted(kept, key=order))
+
+
+def is_missing(entry: Entry, store: dict[tuple, dict]) -> bool:
+    """Whether the store lacks a run, or has it with other flags."""
+    return store.get(entry.key, {}).get("flags") != flags_kept(entry.job, entry.system)
+
+
+# What is run
+
+def entries_of(task: str, budget: int, tries: Iterable[tuple[str, str]], seeds: Iterable[str]) -> list[Entry]:
+    """Runs, seed by seed."""
+    e = experiment(task, budget, list(tries))
+    jobs = {(job.name, seed): job for seed in seeds for job in runs_of(e, [seed])}
+    return [Entry(task, name, rate, seed, budget, jobs[f"{e.name}-{arm_of(name, rate)}-s{seed}", seed])
+            for seed in seeds for name, rate in tries]
+
+
+def tries_of(task: str, systems: list[str]) -> list[tuple[str, str]]:
+    return [(name, rate) for name in systems if task in system_of(name).tasks for rate in system_of(name).rates]
+
+
+def best_rate(task: str, name: str, budget: int, store: dict[tuple, dict]) -> str | None:
+    """The rate that solves most held-out problems on the tuning seeds, in the mean; the first of equal ones. None where
+    a try is missing."""
+    found = {}
+    for entry in entries_of(task, budget, tries_of(task, [name]), TUNING_SEEDS):
+        if is_missing(entry, store):
+            return None
+        found.setdefault(entry.rate, []).append(float(store[entry.key]["gen/pass1_in after"]))
+    return max(found, key=lambda rate: mean(found[rate]))
+
+
+def carry_out(entries: list[Entry], out: str, at_once: int) -> bool:
+    """Runs what the store lacks, and what it starts from; whether all of it is there then."""
+    store = read_store(out)
+    missing = [entry for entry in entries if is_missing(entry, store)]
+    whole = True
+    try:
+        for stage in stages_before(missing):
+            for job in stage:
+                check_made_alike(job)
+            whole &= carry_out_all(stage, at_once)
+        jobs = [entry.job for entry in missing if all(job.is_done() for job in starts_before(entry))]
+        for job in jobs:
+            check_made_alike(job)
+        whole &= carry_out_all(jobs, at_once) and len(jobs) == len(missing)
+    finally:
+        collect(entries, out)
+    return whole
+
+
+def starts_before(entry: Entry) -> list[Job]:
+    return [job for stage in stages_before([entry]) for job in stage]
+
+
+def stages_before(entries: list[Entry]) -> list[list[Job]]:
+    """What these start from, in the order in which it is made."""
+    found: list[dict[Job, None]] = []
+    for task, seed in dict.fromkeys((entry.task, entry.seed) for entry in entries):
+        of_both = [entry for entry in entries if (entry.task, entry.seed) == (task, seed)]
+        e = experiment(task, of_both[0].budget, [(entry.system, entry.rate) for entry in of_both])
+        for i, stage in enumerate(stages_of([e], [seed])[:-1]):
+            if i == len(found):
+                found.append({})
+            found[i] |= dict.fromkeys(stage)
+    return [list(stage) for stage in found]
+
+
+def play(tasks: list[str], systems: list[str], seeds: list[str], budget: int, out: str, at_once: int) -> bool:
+    """Tuning, then the seeds that count, task by task; whether all is there."""
+    whole = True
+    for task in tasks:
+        whole &= carry_out(entries_of(task, budget, tries_of(task, systems), TUNING_SEEDS), out, at_once)
+        for seed in seeds:  # one after the other, so that what is cut off has all systems of some seeds
+            whole &= carry_out(entries_of(task, budget, tuned(task, systems, budget, out), [seed]), out, at_once)
+    return whole
+
+
+def tuned(task: str, systems: list[str], budget: int, out: str) -> list[tuple[str, str]]:
+    """The systems of a task that have a setting, and their rates."""
+    store = read_store(out)
+    found = {name: best_rate(task, name, budget, store) for name in systems if task in system_of(name).tasks}
+    return [(name, rate) for name, rate in found.items() if rate is not None]
+
+
+def run_again(tasks: list[str], systems: list[str], seeds: list[str], budget: int, out: str, at_once: int) -> bool:
+    """Makes rows once more, from nothing, and prints them beside what is stored."""
+    stored, whole = read_store(out), True
+    os.environ["NANOCHAT_BASE_DIR"] = tempfile.mkdtemp(prefix="league-again-")
+    make_tokenizer(at_once)
+    with tempfile.TemporaryDirectory() as fresh:
+        for task in tasks:
+            entries = entries_of(task, budget, tuned(task, systems, budget, out), seeds)
+            whole &= carry_out(entries, fresh, at_once)
+            made = read_store(fresh)
+            for entry in entries:
+                now, then = made.get(entry.key, {}), stored.get(entry.key, {})
+                print0(f"{task} {entry.system} seed {entry.seed}: solved {then.get('gen/pass1_in after', 'nothing')} "
+                       f"stored, {now.get('gen/pass1_in after', 'nothing')} now; tokens {then.get('tokens', '-')} and "
+                       f"{now.get('tokens', '-')}")
+    return whole
+
+
+def make_tokenizer(at_once: int) -> None:
+    """That of all tasks."""
+    if not carry_out_all([Job("tokenizer", "scripts.tok_train", path_of("tokenizer"), "tokenizer.pkl",
+                              "--task chain")], at_once):
+        sys.exit(1)
+
+
+def main(args) -> None:
+    check_one_word("NANOCHAT_BASE_DIR", base_dir())
+    tasks = list(TASKS) if args.tasks is None else chosen("tasks", args.tasks, TASKS)
+    systems = list(SYSTEMS) if args.systems is None else chosen("systems", args.systems)
+    systems = list(dict.fromkeys([BASELINE, *systems])) if not args.again else systems
+    for name in systems:
+        system_of(name)
+    seeds, at_once = seeds_of(args.seeds), jobs_at_once()
+    if shared := set(seeds) & set(TUNING_SEEDS):
+        raise BadInput(f"--seeds {min(shared)}: settings are tuned on {' and '.join(TUNING_SEEDS)}; take others")
+    check_writable(args.out)
+    make_folder(log_of(""))
+    if args.again:
+        sys.exit(0 if run_again(tasks, systems, seeds, args.budget, args.out, at_once) else 1)
+    whole, stop = True, None
+    if not args.report:
+        make_tokenizer(at_once)
+        try:
+            whole = play(tasks, systems, seeds, args.budget, args.out, at_once)
+        except StopRequested as error:  # the pages of what is finished are written all the same
+            stop = error
+    else:
+        for task in tasks:
+            collect(entries_of(task, args.budget, tries_of(task, systems), [*TUNING_SEEDS, *seeds]), args.out)
+    print0(league_pages.write_pages(args.out, args.budget, shlex.join(["bash", "runs/league.sh", *sys.argv[1:]])))
+    if stop:
+        raise stop
+    if not whole:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    script_main(main, make_parser())

@@ -1,0 +1,242 @@
+"""
+The league as data: tasks, systems, and the flags of every process that follow from them. league.py runs it.
+
+All systems of a task start from one checkpoint per seed, which SFT taught both roles, and may sample the same number of
+tokens, over all roles. What trains a judge first is paid from the same budget: half of it for one that learns by
+sampling, an eighth for labelled solutions. Each system has three tries on the tuning seeds: learning rates of the
+generator.
+"""
+import zlib
+from functools import cache
+from typing import NamedTuple
+
+from dev.experiments.arms import Experiment, Start
+from nanochat import recipes
+from nanochat.common import BadInput
+from nanochat.own_code import is_file, short
+from scripts import tango_rl
+
+BASELINE = "grpo"
+TUNING_SEEDS = ("101", "102")
+RATES = ("1e-4", "2e-4", "4e-4")
+SHAPE = "--depth 3 --n-embd 96 --n-head 3"
+CHAIN = "--chain-answer final --chain-share 0.5 --chain-min-steps 3 --chain-max-steps 7"
+WORDS = "--last-letter-max-words 6 --last-letter-max-letters 4 --last-letter-full-share 0.05"
+BOTH = "--role both --examples-per-step 48"
+RL = "--num-steps 100000 --kl-coef 0 --examples-per-step 16 --eval-examples 200 --save-every 0 --log-rollouts 1"
+FORMS = {"pair": 300, "solve_pair": 900, "scores": 300}  # steps of a further SFT: to solve is new to a judge of pairs
+LABELS_SHARE, JUDGE_SHARE = 8, 2  # parts of the budget: an eighth for labelled solutions, half for a judge's sampling
+
+
+class Task(NamedTuple):
+    """problems: flags of all scripts; length: --sequence-len of every SFT; gen, both: further flags of the two SFTs,
+    the second one "" where nobody verifies; rl: of runs; verdict: of those with verifications; solution_tokens: of a
+    labelled solution, at most, in the mean."""
+    problems: str
+    length: int
+    gen: str
+    both: str
+    rl: str
+    verdict: str = ""
+    solution_tokens: int = 0
+
+
+TASKS = {
+    # a wrong chain can be right by luck, as in real mathematics
+    "chain": Task(CHAIN, 256, "--num-steps 600",
+                  f"{BOTH} --num-steps 600 --demo-shares refine:0.15 revise:0.1 propose:0.1",
+                  "--max-new-tokens 64", "--verifier-max-new-tokens 96", 31),
+    # chains and last letters in one run
+    "mixture": Task(f"--task mixture {CHAIN} {WORDS}", 448, "--num-steps 800",
+                    f"{BOTH} --num-steps 900 --demo-shares refine:0.15",
+                    "--max-new-tokens 128", "--verifier-max-new-tokens 144", 62),
+    # wrong answers have the majority: for systems that see no answers
+    "misled": Task("--chain-answer final --chain-share 0.4 --chain-wrongness 0.8 --chain-min-steps 1 "
+                   "--chain-max-steps 4 --chain-verifier-share 0.05", 256, "--num-steps 500",
+                   f"{BOTH} --num-steps 500", "--max-new-tokens 48", "--verifier-max-new-tokens 56"),
+    # what must be looked up, where memory is half wrong: for agents that search
+    "lookup": Task("--task lookup --chain-min-steps 1 --chain-max-steps 3 --chain-share 0 --lookup-keys 200 "
+                   "--lookup-share 0.5 --lookup-recall-share 0.6", 256, "--num-steps 1000", "", "--max-new-tokens 96"),
+    # proofs that a kernel accepts
+    "rewrite": Task("--task rewrite", 256, "--num-steps 800", "", ""),
+}
+
+
+class System(NamedTuple):
+    """One row. flags: beside those of all; recipe: where it is not the row's name; given: what it learns from; rates:
+    its tries; judge: how the verifier is read that it trains, and that then rewards a generator; form: of that
+    verifier's SFT; tasks: that it is for; every: steps of its first role between evaluations."""
+    flags: str = ""
+    recipe: str = ""
+    given: str = "answers"
+    rates: tuple[str, ...] = RATES
+    judge: str = ""
+    form: str = ""
+    tasks: tuple[str, ...] = ("chain", "mixture")
+    every: int = 12
+
+
+BALANCED = "--verifier-balance --verifier-replay 0.5"
+SUPERVISED = "--num-steps 200 --examples-per-step 32 --lr 5e-4"  # no tokens are sampled for it
+GOLD, NOTHING = "answers, gold steps", "nothing"
+ALL = ("chain", "mixture", "misled")
+SYSTEMS = {
+    "grpo": System(tasks=(*ALL, "lookup", "rewrite")),
+    "grpo_tenth": System("--negative-weight 0.1", "grpo", tasks=(*ALL, "rewrite")),
+    "dapo": System(every=6),
+    "dpo": System(rates=("2e-4", "4e-4", "8e-4")),
+    "ppo": System(),
+    "prime": System(),
+    "critique_grpo": System(every=6),
+    "critique_grpo_verifier": System(every=4),
+    "score": System("--stage1-steps 10", every=6),
+    "marti": System(every=6),
+    "progress_rewards": System("--continuations 4 --best-of 2", every=2),
+    "simulated_judge": System("--judge-flips 0.25", given="answers, 1 in 4 flipped"),
+    "tango": System(f"--warmup-steps 10 {BALANCED}", tasks=ALL, every=4),
+    "tango_paper": System(f"--warmup-steps 10 {BALANCED} --step-rewards verdicts --credit to_go --negative-weight 1 "
+                          "--no-verify-distinct", "tango", every=4),
+    "fixed_verifier": System(tasks=ALL, every=6),
+    "fixed_generator": System(BALANCED, judge="analysed", every=6),
+    "gold_steps": System(given=GOLD, tasks=(*ALL, "rewrite")),
+    "outcome_verifier": System(f"--warmup-steps 10 {BALANCED}", every=4),
+    "refit": System("--verifier-lr 1e-3"),
+    "self_verify": System(tasks=ALL, every=6),
+    "cooper": System("--rm-pretrain 20"),
+    "orm": System(SUPERVISED, judge="end", every=100),
+    "prm": System(SUPERVISED, given=GOLD, judge="steps", every=100),
+    "genrm": System(SUPERVISED, judge="verdict", every=100),
+    "genprm": System(given=GOLD, judge="analysed", every=6),
+    "critic_rm": System(judge="analysed", every=6),
+    "gram": System(SUPERVISED, judge="preferred", form="pair", every=100),
+    "think_rm": System("--num-solutions 8", judge="pair", form="pair", every=3),
+    "rm_r1": System("--num-solutions 8", judge="solve_pair", form="solve_pair", every=3),
+    "spct": System("--num-solutions 8 --kl-coef 0.08", judge="scores", form="scores", every=3),
+    "alphaproof": System(tasks=("chain", "mixture", "rewrite")),
+    "spin": System("--iteration-steps 20", given="demonstrations", rates=("1e-5", "3e-5", "1e-4")),
+    "ttrl": System(given=NOTHING, tasks=ALL),
+    "coverrl": System(given=NOTHING, tasks=ALL, every=6),
+    "self_rewarding": System("--iteration-steps 10", given=NOTHING, every=4),
+    "constitutional_ai": System("--sl-steps 15", given="principles", tasks=("chain",), every=6),
+    "multi_agent_evolve": System("--num-samples 4", given=NOTHING, tasks=("chain",), every=6),
+    "medvlsynther": System(given=NOTHING, tasks=("chain",), every=6),
+    "search_r1": System(tasks=("lookup",)),
+    "r1_searcher": System("--stage1-steps 20", tasks=("lookup",)),
+    "ssrl": System(tasks=("lookup",)),
+}
+# Recipes without a row
+LEFT_OUT = {
+    "supervisor": "it labels steps, and rewards nobody",
+    "think_rm_policy": "its judge is the one of think_rm, which has a row",
+    "debate": "its models argue for given answers: what counts is whether the judge is right, not what is solved",
+    "debate_judge": "as debate",
+    "magrpo": "two agents write a half each: there is nothing that GRPO could do alone",
+    "ssp": "its SFT teaches how to propose questions, which no other system of the task has",
+    "mars": "its two systems need an SFT of their own, of turns",
+}
+
+
+def system_of(name: str) -> System:
+    """The row of this name; of a recipe outside of the repository, by its path, one with defaults. Raises BadInput."""
+    if is_file(name):
+        recipes.load(name)
+        return System(recipe=name, given="see the file", tasks=tuple(TASKS))
+    if name in LEFT_OUT:
+        raise BadInput(f"--systems {name} has no row: {LEFT_OUT[name]}")
+    if name not in SYSTEMS:
+        raise BadInput(f"--systems {name}: there are {', '.join(SYSTEMS)}, and files (a path that ends in .py)")
+    return SYSTEMS[name]
+
+
+def recipe_of(name: str) -> str:
+    return system_of(name).recipe or name
+
+
+def family_of(name: str) -> str:
+    """The folder of its recipe; of a file outside of the repository: outside."""
+    return "outside" if is_file(recipe_of(name)) else recipes.modules()[recipe_of(name)].split(".")[-2]
+
+
+def mark_of(name: str) -> int | None:
+    """A number that changes with the text of a recipe outside of the repository."""
+    return zlib.crc32(recipes.load(name).text.encode()) if is_file(name) else None
+
+
+@cache
+def has_flags(recipe: str) -> frozenset[str]:
+    return frozenset(tango_rl.make_parser(["--recipe", recipe])._option_string_actions)
+
+
+# Flags
+
+def starts_of(task_name: str, budget: int) -> dict[str, Start]:
+    """The SFTs of a task, and labelled solutions. All systems begin from `start`, from which judges of several solutions
+    go on."""
+    task, tag = TASKS[task_name], f"league_{task_name}-s{{seed}}"
+    common = f"--seed {{seed}} --device-type cpu {task.problems}"
+    sft, on = f"--sequence-len {task.length} {SHAPE} {common}", "--from-stage sft --from-tag"
+    starts = {"gen": Start("sft", f"{tag}-gen", f"--role generator --model-tag {{tag}} {sft} {task.gen}"),
+              "start": Start("sft", f"{tag}-both", f"--model-tag {{tag}} {on} {{gen}} {sft} {task.both}")}
+    if not task.both:
+        return {"start": starts["gen"]}
+    for form, steps in FORMS.items():
+        starts[form] = Start("sft", f"{tag}-{form}", f"--role verifier --model-tag {{start}} --verifier-tag {{tag}} {on} "
+                             f"{{start}} {sft} --verifier-form {form} --num-steps {steps}")
+    num_problems = budget // LABELS_SHARE // (4 * max(1, task.solution_tokens))
+    starts["labels"] = Start("labels", f"{tag}-labels-{num_problems}", f"--method gold --generator-tag {{start}} {common} "
+                             f"{task.rl} --first 1000000 --num-problems {num_problems} --num-samples 4 --out {{tag}}")
+    return starts
+
+
+def role_flags(recipe: str, task: Task, own_start: str = "start") -> str:
+    """The checkpoints of a recipe's roles, and how long verifications may be."""
+    tags = {spec.tag for spec in recipes.load(recipe).ROLES.values() if spec.shares is None} - {"--model-tag"}
+    verdict = task.verdict if "--verifier-max-new-tokens" in has_flags(recipe) else ""
+    return " ".join(["--model-tag {start}", *(f"{tag} {{{own_start}}}" for tag in sorted(tags)), verdict])
+
+
+def allowances(name: str, budget: int) -> tuple[int, int]:
+    """Tokens that a system may sample for labelled solutions, and to train its judge, before it rewards."""
+    system = system_of(name)
+    takes_labels = bool(system.judge) and "--labels" in has_flags(recipe_of(name))
+    samples = bool(system.judge) and SUPERVISED not in system.flags
+    return takes_labels * (budget // LABELS_SHARE), samples * (budget // JUDGE_SHARE)
+
+
+def training_flags(name: str, task: Task, budget: int) -> str:
+    """Flags of the run that trains a system's judge."""
+    system, recipe = system_of(name), recipe_of(name)
+    labels, sampling = allowances(name, budget)
+    given = ("--labels {labels}" if labels else "") + (" --judged-samples 1" if labels and not system.form else "")
+    return (f"--recipe {recipe} {role_flags(recipe, task, system.form or 'start')} --seed {{seed}} --device-type cpu "
+            f"{task.problems} {RL} {task.rl} --eval-every {system.every} --eval-examples 100 {given} "
+            f"--token-budget {sampling} {system.flags}")
+
+
+def run_flags(name: str, task: Task, budget: int, rate: str) -> str:
+    """Flags of the run that trains the generator."""
+    system, recipe = system_of(name), recipe_of(name)
+    own, flags = role_flags(recipe, task), system.flags
+    if system.judge:
+        trained = f"{{train_{name}}}-ver --verifier-source rl"
+        recipe, flags = "fixed_verifier", f"--judge {system.judge} --step-rewards verdicts --judged-samples 1"
+        own = f"--model-tag {{start}} --verifier-tag {trained} {task.verdict}"
+    every = 6 if system.judge else system.every
+    return (f"--recipe {recipe} {own} --seed {{seed}} --device-type cpu {task.problems} {RL} {task.rl} --eval-every "
+            f"{every} --token-budget {budget - sum(allowances(name, budget))} {flags} --lr {rate}")
+
+
+def arm_of(name: str, rate: str) -> str:
+    """The arm of a try, which is part of its runs' names."""
+    return f"{short(name)}_{rate}"
+
+
+def experiment(task_name: str, budget: int, tries: list[tuple[str, str]]) -> Experiment:
+    """Tries, each a system and a rate, at one task."""
+    task, starts = TASKS[task_name], starts_of(task_name, budget)
+    for name in dict.fromkeys(name for name, _ in tries):
+        if system_of(name).judge:
+            starts[f"train_{name}"] = Start("run", f"league_{task_name}_{budget}-train_{name}-s{{seed}}",
+                                            training_flags(name, task, budget))
+    return Experiment(f"league_{task_name}_{budget}", starts,
+                      {arm_of(name, rate): run_flags(name, task, budget, rate) for name, rate in tries})
