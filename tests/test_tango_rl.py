@@ -395,3 +395,26 @@ def test_a_lenient_verifier_is_told_of(straight):
                                "pos_rate_wrong" if has_labels else "wrong_steps_passed": 0.9})
         assert [values["wrong_passed"] for values in told] == pytest.approx([0.2, 0.2, 0.36])
         assert [values["lenient"] for values in told] == [False, False, True]
+
+
+def test_a_budget_of_tokens_ends_the_run_and_paces_what_is_scheduled(straight, base):
+    made = records(straight, "r")
+    budget = made[4]["sampled_tokens"]  # what is sampled before the fifth step
+    train(*AT_THE_END, "--token-budget", str(budget - 1), "--num-steps", "1000")
+    found = records(base, "r")
+    assert [r["sampled_tokens"] for r in found] == [r["sampled_tokens"] for r in made[:4]]  # spent in the fourth step
+    assert summary_of(base)["sampled_tokens"] == budget
+    alphas = [r["gen/alpha"] for r in found if "gen/alpha" in r]
+    flags = parse(tango_rl, RL_FLAGS)
+    spent = [r["sampled_tokens"] / (budget - 1) for r in found if "gen/alpha" in r]
+    assert len(alphas) == 2 and alphas == pytest.approx([flags.alpha_start * (flags.alpha_end / flags.alpha_start) ** x for x in spent])
+    train(*AT_THE_END, "--token-budget", str(budget - 1), "--num-steps", "1000", "--resume-from-step", "auto")
+    assert len(records(base, "r")) == 4  # nothing is left to make
+
+
+def test_a_rate_s_schedule_follows_the_tokens_where_they_end_the_run():
+    t = SimpleNamespace(args=SimpleNamespace(token_budget=1000), state=SimpleNamespace(sampled_tokens=250),
+                        steps={"generator": 7}, totals={"generator": 8})
+    assert Play.position(t, "generator") == (250, 1000, 1000)
+    t.args.token_budget = 0
+    assert Play.position(t, "generator") == (7, 8, 7)

@@ -99,7 +99,8 @@ def flags_kept(job: Job, name: str) -> str:
 def judge_jobs(name: str, task: str, budget: int, seed: str) -> list[Job]:
     """The jobs before a system's run that sample tokens: labelled solutions, and the training of its judge."""
     e = experiment(task, budget, [(name, "")])
-    taken = [label for label, amount in zip(("labels", f"train_{name}"), allowances(name, budget), strict=True) if amount]
+    amounts = dict(zip(("labels", f"train_{name}"), allowances(name, budget), strict=True))
+    taken = [label for label, amount in amounts.items() if amount]
     return [job_of(e, e.starts[label], seed) for label in taken]
 
 

@@ -170,8 +170,8 @@ def has_flags(recipe: str) -> frozenset[str]:
 # Flags
 
 def starts_of(task_name: str, budget: int) -> dict[str, Start]:
-    """The SFTs of a task, and labelled solutions. All systems begin from `start`, from which judges of several solutions
-    go on."""
+    """The SFTs of a task, and labelled solutions. All systems begin from `start`, and judges of several solutions go on
+    from it."""
     task, tag = TASKS[task_name], f"league_{task_name}-s{{seed}}"
     common = f"--seed {{seed}} --device-type cpu {task.problems}"
     sft, on = f"--sequence-len {task.length} {SHAPE} {common}", "--from-stage sft --from-tag"
@@ -180,11 +180,12 @@ def starts_of(task_name: str, budget: int) -> dict[str, Start]:
     if not task.both:
         return {"start": starts["gen"]}
     for form, steps in FORMS.items():
-        starts[form] = Start("sft", f"{tag}-{form}", f"--role verifier --model-tag {{start}} --verifier-tag {{tag}} {on} "
-                             f"{{start}} {sft} --verifier-form {form} --num-steps {steps}")
+        judge = f"--role verifier --model-tag {{start}} --verifier-tag {{tag}} {on} {{start}} {sft}"
+        starts[form] = Start("sft", f"{tag}-{form}", f"{judge} --verifier-form {form} --num-steps {steps}")
     num_problems = budget // LABELS_SHARE // (4 * max(1, task.solution_tokens))
-    starts["labels"] = Start("labels", f"{tag}-labels-{num_problems}", f"--method gold --generator-tag {{start}} {common} "
-                             f"{task.rl} --first 1000000 --num-problems {num_problems} --num-samples 4 --out {{tag}}")
+    which = f"--first 1000000 --num-problems {num_problems} --num-samples 4"  # problems that no run of RL gets to
+    starts["labels"] = Start("labels", f"{tag}-labels-{num_problems}", f"--method gold --generator-tag {{start}} "
+                             f"{common} {task.rl} {which} --out {{tag}}")
     return starts
 
 
