@@ -36,7 +36,7 @@ from nanochat.rl.report.report import Run, curve, read_run
 from nanochat.storage.files import base_dir, check_writable, make_folder, path_of, whole_file
 
 OUT = "dev/curves/league"
-BUDGET = 200_000
+BUDGET = 150_000
 CURVES = ("gen/pass1_in", "gen/pass1_out", "ver/step_f1_fixed", "ver/balanced_acc_fixed")
 SCORES = ("gen/pass1_in", "gen/pass1_out", "ver/step_f1_fixed", "ver/outcome_f1_fixed", "ver/balanced_acc_fixed",
           "gen/verdicts/wrong_steps_passed", "gen/reward")

@@ -20,7 +20,7 @@ BASELINE = "grpo"
 TUNING_SEEDS = ("101", "102")
 RATES = ("1e-4", "2e-4", "4e-4")
 SHAPE = "--depth 3 --n-embd 96 --n-head 3"
-CHAIN = "--chain-answer final --chain-share 0.5 --chain-min-steps 3 --chain-max-steps 7"
+CHAIN = "--chain-answer final --chain-share 0.55 --chain-min-steps 3 --chain-max-steps 8"
 WORDS = "--last-letter-max-words 6 --last-letter-max-letters 4 --last-letter-full-share 0.05"
 BOTH = "--role both --examples-per-step 48"
 RL = "--num-steps 100000 --kl-coef 0 --examples-per-step 16 --eval-examples 200 --save-every 0 --log-rollouts 1"
@@ -44,8 +44,8 @@ class Task(NamedTuple):
 TASKS = {
     # a wrong chain can be right by luck, as in real mathematics
     "chain": Task(CHAIN, 256, "--num-steps 600",
-                  f"{BOTH} --num-steps 600 --demo-shares refine:0.15 revise:0.1 propose:0.1",
-                  "--max-new-tokens 64", "--verifier-max-new-tokens 96", 31),
+                  f"{BOTH} --num-steps 500 --demo-shares refine:0.15 revise:0.1 propose:0.1",
+                  "--max-new-tokens 64", "--verifier-max-new-tokens 96", 36),
     # chains and last letters in one run
     "mixture": Task(f"--task mixture {CHAIN} {WORDS}", 448, "--num-steps 800",
                     f"{BOTH} --num-steps 900 --demo-shares refine:0.15",
