@@ -407,7 +407,8 @@ def test_a_budget_of_tokens_ends_the_run_and_paces_what_is_scheduled(straight, b
     alphas = [r["gen/alpha"] for r in found if "gen/alpha" in r]
     flags = parse(tango_rl, RL_FLAGS)
     spent = [r["sampled_tokens"] / (budget - 1) for r in found if "gen/alpha" in r]
-    assert len(alphas) == 2 and alphas == pytest.approx([flags.alpha_start * (flags.alpha_end / flags.alpha_start) ** x for x in spent])
+    decay = flags.alpha_end / flags.alpha_start
+    assert len(alphas) == 2 and alphas == pytest.approx([flags.alpha_start * decay ** x for x in spent])
     train(*AT_THE_END, "--token-budget", str(budget - 1), "--num-steps", "1000", "--resume-from-step", "auto")
     assert len(records(base, "r")) == 4  # nothing is left to make
 

@@ -279,17 +279,18 @@ def tuned(task: str, systems: list[str], budget: int, out: str) -> list[tuple[st
 def run_again(tasks: list[str], systems: list[str], seeds: list[str], budget: int, out: str, at_once: int) -> bool:
     """Makes rows once more, from nothing, and prints them beside what is stored."""
     stored, whole = read_store(out), True
-    os.environ["NANOCHAT_BASE_DIR"] = tempfile.mkdtemp(prefix="league-again-")
-    make_tokenizer(at_once)
-    with tempfile.TemporaryDirectory() as fresh:
+    with tempfile.TemporaryDirectory(prefix="league-again-") as fresh:
+        os.environ["NANOCHAT_BASE_DIR"] = fresh
+        make_folder(log_of(""))
+        make_tokenizer(at_once)
         for task in tasks:
             entries = entries_of(task, budget, tuned(task, systems, budget, out), seeds)
-            whole &= carry_out(entries, fresh, at_once)
-            made = read_store(fresh)
+            whole &= carry_out(entries, os.path.join(fresh, "store"), at_once)
+            made = read_store(os.path.join(fresh, "store"))
             for entry in entries:
                 now, then = made.get(entry.key, {}), stored.get(entry.key, {})
-                print0(f"{task} {entry.system} seed {entry.seed}: solved {then.get('gen/pass1_in after', 'nothing')} "
-                       f"stored, {now.get('gen/pass1_in after', 'nothing')} now; tokens {then.get('tokens', '-')} and "
+                print0(f"{task} {entry.system} seed {entry.seed}: solved {then.get('gen/pass1_in after', '-')} stored, "
+                       f"{now.get('gen/pass1_in after', '-')} now; tokens {then.get('tokens', '-')} and "
                        f"{now.get('tokens', '-')}")
     return whole
 

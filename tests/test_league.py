@@ -1,0 +1,171 @@
+"""The league: who has a row, the flags of every process, the rule that settings are chosen by, and the store."""
+import csv
+import sys
+
+import pytest
+from conftest import parse
+from test_experiments import STUB, World
+
+from dev.experiments import league
+from dev.experiments.jobs import job_of, runs_of, stages_of
+from dev.experiments.league_systems import (LEFT_OUT, RATES, SYSTEMS, TASKS, TUNING_SEEDS, allowances, experiment,
+                                            family_of, recipe_of, system_of)
+from nanochat import recipes
+from nanochat.cli import script_main
+from nanochat.common import BadInput
+from scripts import chat_sft, label_steps, tango_rl
+
+SCRIPTS = {"scripts.chat_sft": chat_sft, "scripts.label_steps": label_steps, "scripts.tango_rl": tango_rl}
+BUDGET = 20_000
+OWN = '''"""An idea of one's own."""
+from nanochat.recipes.tango.fixed_verifier import ROLES, add_args, draws, evaluate, play
+'''
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch, capsys) -> World:
+    monkeypatch.setattr(league.league_pages, "write_pages", lambda *_: "pages")
+    return World(tmp_path, monkeypatch, capsys)
+
+
+def play(world, *flags: str) -> tuple[int, str, str]:
+    flags = [*flags, "--out", str(world.base / "out"), "--budget", str(BUDGET)]
+    world.monkeypatch.setattr(sys, "argv", ["league.py", *flags])
+    (world.base / "calls").write_text("")
+    code = 0
+    try:
+        script_main(league.main, league.make_parser())
+    except SystemExit as stop:
+        code = stop.code
+    return code, *world.capsys.readouterr()
+
+
+def stored(world) -> list[dict]:
+    with open(world.base / "out" / "runs.csv", newline="") as f:
+        return list(csv.DictReader(f))
+
+
+def test_every_recipe_has_a_row_or_a_reason():
+    assert {recipe_of(name) for name in SYSTEMS} | set(LEFT_OUT) == set(recipes.names())
+    assert not {recipe_of(name) for name in SYSTEMS} & set(LEFT_OUT)
+    for task in TASKS:  # what all are compared with
+        assert task in system_of("grpo").tasks
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_process_has_flags_that_its_script_takes_and_all_begin_from_one_checkpoint(task):
+    names = [name for name in SYSTEMS if task in system_of(name).tasks]
+    e = experiment(task, BUDGET, [(name, system_of(name).rates[0]) for name in names])
+    stages = stages_of([e], ["1"])
+    for job in [job for stage in stages for job in stage]:
+        parse(SCRIPTS[job.module], job.flags.split())
+    generators = {parse(tango_rl, job.flags.split()).model_tag for job in stages[-1]}
+    assert generators == {job_of(e, e.starts["start"], "1").name.removeprefix("sft-")}
+
+
+@pytest.mark.parametrize("name", [name for name in SYSTEMS if "chain" in system_of(name).tasks])
+def test_every_system_has_three_tries_and_the_same_budget_its_judge_included(name):
+    assert len(set(system_of(name).rates)) == len(RATES)
+    e = experiment("chain", BUDGET, [(name, rate) for rate in system_of(name).rates])
+    labels, sampling = allowances(name, BUDGET)
+    for job in runs_of(e, ["1"]):
+        args = parse(tango_rl, job.flags.split())
+        assert args.token_budget + labels + sampling == BUDGET and args.kl_coef == 0 and args.examples_per_step == 16
+    if system_of(name).judge:
+        training = parse(tango_rl, job_of(e, e.starts[f"train_{name}"], "1").flags.split())
+        assert training.recipe == name and training.token_budget == sampling
+        assert (training.num_steps < 1000) == (sampling == 0)  # one that samples nothing is bounded by its steps
+
+
+def test_tries_run_on_the_tuning_seeds_and_the_best_one_on_those_that_count(world):
+    best = STUB.replace("*tango*|*shepherd*) final=0.75", "*dapo_2e-4-s102) final=0.9")
+    (world.base / "python").write_text(best)
+    assert play(world, "--tasks", "chain", "--systems", "dapo", "--seeds", "1 2")[0] == 0
+    tuning = [f"league_chain_{BUDGET}-{name}_{rate}-s{seed}" for seed in TUNING_SEEDS for name in ("grpo", "dapo")
+              for rate in RATES]
+    finals = [f"league_chain_{BUDGET}-{name}-s{seed}" for seed in (1, 2) for name in ("grpo_1e-4", "dapo_2e-4")]
+    assert world.runs() == tuning + finals  # of equal tries the first
+    assert len(stored(world)) == len(tuning + finals)
+    row = next(row for row in stored(world) if (row["system"], row["rate"], row["seed"]) == ("dapo", "2e-4", "102"))
+    assert (row["gen/pass1_in before"], row["gen/pass1_in after"], row["tokens"]) == ("0.1", "0.9", "1000")
+    assert play(world, "--tasks", "chain", "--systems", "dapo", "--seeds", "1 2")[0] == 0
+    assert world.runs() == []
+
+
+def test_what_is_stored_is_not_made_again_where_its_folders_are_gone(world):
+    assert play(world, "--tasks", "lookup", "--systems", "ssrl", "--seeds", "1")[0] == 0
+    rows = stored(world)
+    for folder in ("runs", "chatsft_checkpoints", "logs"):
+        for path in (world.base / folder).iterdir():
+            path.rename(world.base / f"gone-{folder}-{path.name}")
+    assert play(world, "--tasks", "lookup", "--systems", "ssrl", "--seeds", "1")[0] == 0
+    assert world.runs() == [] and world.calls("chat_sft") == [] and stored(world) == rows
+    path = world.base / "out" / "runs.csv"
+    path.write_text(path.read_text().replace("--recipe ssrl", "--recipe ssrl --old"))
+    assert play(world, "--tasks", "lookup", "--systems", "ssrl", "--seeds", "1")[0] == 0
+    assert len(world.runs()) == len(RATES) * len(TUNING_SEEDS) + 1  # those with other flags
+    assert stored(world) == rows
+
+
+def test_a_judge_s_training_and_its_labels_are_paid_from_the_budget(world):
+    world.monkeypatch.setattr(league, "TUNING_SEEDS", ("101",))
+    labels = "echo '{\"cost\": {\"tokens\": 0}, \"solution_tokens\": 2400}'"
+    stub = STUB.replace("echo '{\"cost\": {\"tokens\": 40000}, \"solution_tokens\": 9000}'", labels)
+    (world.base / "python").write_text(stub)
+    assert play(world, "--tasks", "chain", "--systems", "prm genprm", "--seeds", "1")[0] == 0
+    tokens = {row["system"]: row["tokens"] for row in stored(world)}
+    assert tokens == {"grpo": "1000", "prm": "3400", "genprm": "4400"}  # its labels; its labels and its training
+    (world.base / "python").write_text(STUB)
+    for path in (world.base / "labels").glob("*/labels.summary.json"):
+        path.write_text('{"cost": {"tokens": 0}, "solution_tokens": 2501}')
+    (world.base / "out" / "runs.csv").unlink()
+    code, _, err = play(world, "--tasks", "chain", "--systems", "prm", "--seeds", "1")
+    assert code == 2 and "2501 tokens of labelled solutions, and prm may take 2500" in err
+
+
+def test_a_recipe_of_one_s_own_enters_by_its_path_and_a_changed_text_is_run_again(world):
+    path = world.base / "idea.py"
+    path.write_text(OWN)
+    assert family_of(str(path)) == "outside"
+    assert play(world, "--tasks", "chain", "--systems", str(path), "--seeds", "1")[0] == 0
+    own = [call for call in world.calls("tango_rl") if f"--recipe {path}" in call]
+    assert len(own) == 7 and all("--verifier-tag league_chain-s" in call for call in own)
+    assert play(world, "--tasks", "chain", "--systems", str(path), "--seeds", "1")[0] == 0
+    assert world.runs() == []
+
+
+def test_a_system_that_fails_is_left_out_and_the_others_go_on(world):
+    world.monkeypatch.setenv("FAILS", f"league_chain_{BUDGET}-dapo_2e-4-s101")
+    code, _, err = play(world, "--tasks", "chain", "--systems", "dapo", "--seeds", "1")
+    assert code == 1 and "bad luck" in err
+    assert [run for run in world.runs() if run.endswith("-s1")] == [f"league_chain_{BUDGET}-grpo_1e-4-s1"]
+
+
+@pytest.mark.parametrize("flags, words", [
+    (("--systems", "debate"), "debate has no row: its models argue"), (("--systems", "nobody"), "there are grpo"),
+    (("--tasks", "gsm8k"), "there are chain"), (("--seeds", "1 101"), "settings are tuned on 101 and 102")])
+def test_what_cannot_be_is_one_line_before_any_run(world, flags, words):
+    code, _, err = play(world, *flags)
+    assert code == 2 and words in err and len(err.strip().splitlines()) == 1 and world.runs() == []
+
+
+def test_a_row_is_made_again_beside_what_is_stored(world):
+    play(world, "--tasks", "lookup", "--systems", "ssrl", "--seeds", "1")
+    rows = stored(world)
+    stub = (world.base / "python").read_text().replace("final=0.25", "final=0.35")
+    (world.base / "python").write_text(stub)
+    code, out, _ = play(world, "--tasks", "lookup", "--systems", "ssrl", "--seeds", "1", "--again")
+    assert code == 0 and "lookup ssrl seed 1: solved 0.25 stored, 0.35 now; tokens 1000 and 1000" in out
+    assert stored(world) == rows and len(world.runs()) == 1
+
+
+def test_unreadable_stores_are_one_line(world):
+    (world.base / "out").mkdir()
+    (world.base / "out" / "runs.csv").write_text("a,b\n1,2\n")
+    code, _, err = play(world, "--report", "--tasks", "lookup")
+    assert code == 2 and "runs.csv has no column 'task'" in err
+
+
+def test_bad_rows_are_refused_by_name():
+    with pytest.raises(BadInput, match="there are grpo"):
+        system_of("grpoo")
