@@ -58,7 +58,8 @@ def test_every_process_has_flags_that_its_script_takes_and_all_begin_from_one_ch
     e = experiment(task, BUDGET, [(name, system_of(name).rates[0]) for name in names])
     stages = stages_of([e], ["1"])
     for job in [job for stage in stages for job in stage]:
-        parse(SCRIPTS[job.module], job.flags.split())
+        if job.module in SCRIPTS:
+            parse(SCRIPTS[job.module], job.flags.split())
     generators = {parse(tango_rl, job.flags.split()).model_tag for job in stages[-1]}
     assert generators == {job_of(e, e.starts["start"], "1").name.removeprefix("sft-")}
 
@@ -157,6 +158,18 @@ def test_a_row_is_made_again_beside_what_is_stored(world):
     code, out, _ = play(world, "--tasks", "lookup", "--systems", "ssrl", "--seeds", "1", "--again")
     assert code == 0 and "lookup ssrl seed 1: solved 0.25 stored, 0.35 now; tokens 1000 and 1000" in out
     assert stored(world) == rows and len(world.runs()) == 1
+
+
+def test_a_real_model_is_scored_by_sampling_and_has_one_rate(world):
+    (world.base / "chatsft_checkpoints" / "smollm2").mkdir(parents=True)
+    (world.base / "chatsft_checkpoints" / "smollm2" / "meta_000000.json").touch()  # imported before
+    assert play(world, "--tasks", "words", "--systems", "tango", "--seeds", "1 2")[0] == 0
+    assert [run.partition("-")[2] for run in world.runs()] == [
+        f"{name}_1.5e-5-s{seed}" for seed in (1, 2) for name in ("grpo", "tango")]
+    assert len(world.calls("chat_eval")) == 2 + 4  # the start once for each seed
+    assert all("league_words-s0-both" in call for call in world.calls("tango_rl"))
+    row = next(row for row in stored(world) if (row["system"], row["seed"]) == ("tango", "2"))
+    assert (row["gen/pass1_in before"], row["gen/pass1_in after"], row["gen/pass1_out after"]) == ("0.2", "0.5", "0")
 
 
 def test_unreadable_stores_are_one_line(world):

@@ -27,7 +27,7 @@ from dev.experiments.arms import chosen
 from dev.experiments.jobs import (Job, carry_out_all, check_made_alike, check_one_word, job_of, log_of, noted, runs_of,
                                   stages_of)
 from dev.experiments.league_systems import (BASELINE, SYSTEMS, TASKS, TUNING_SEEDS, allowances, arm_of, experiment,
-                                            mark_of, system_of)
+                                            mark_of, rates_of, system_of)
 from dev.experiments.run import jobs_at_once, seeds_of
 from nanochat.cli import at_least, script_main
 from nanochat.common import BadInput, StopRequested, print0
@@ -128,12 +128,33 @@ def row_of(entry: Entry, run: Run) -> dict:
         ends = (mean(values[:third]), mean(values[-third:])) if values else (first.get(name), last.get(name))
         before, after = ends if name not in first or first[name] is None else (first[name], last.get(name))
         row |= {f"{name} before": rounded(before), f"{name} after": rounded(after)}
+    row |= scores_by_sampling(entry)
     best = max(curve(run, "gen/pass1_in", "sampled_tokens")[1], default=None)
     steps = run.summary.get(f"{run.roles[0][:3]}_steps")
     tokens = run.summary["sampled_tokens"] + tokens_before(entry.system, entry.task, entry.budget, entry.seed)
     return row | {"best": rounded(best), "steps": steps, "tokens": tokens, "minutes": run.summary["minutes"],
                   "commit": run.config.get("commit"), "torch": run.config.get("torch"),
                   "flags": flags_kept(entry.job, entry.system)}
+
+
+def scorings(entry: Entry) -> list[Job]:
+    """The processes that score a run's start and its end by sampling, at a task that wants it."""
+    flags, start = TASKS[entry.task].scoring, entry.job.flags.split("--model-tag ")[1].split()[0]
+    places = {"sft": (start, path_of("scores", f"{start}-problems_{entry.seed}")),
+              "rl": (f"{entry.job.name}-gen", os.path.join(entry.job.folder, "scores"))}
+    return [Job(f"score-{os.path.basename(folder)}-{tag}", "scripts.chat_eval", folder, "scores.json",
+                f"-i {stage} -g {tag} --seed {entry.seed} --device-type cpu {flags} --out {folder}/scores.json")
+            for stage, (tag, folder) in places.items() if flags]
+
+
+def scores_by_sampling(entry: Entry) -> dict[str, float]:
+    """Those two, in place of the run's own."""
+    found = {}
+    for job, when in zip(scorings(entry), ("before", "after"), strict=False):
+        of_splits, = read_json(os.path.join(job.folder, job.done))["tasks"].values()
+        found |= {f"gen/pass1_{name.removeprefix('test_')} {when}": scores["pass@1"]
+                  for name, scores in of_splits.items()}
+    return found
 
 
 def rounded(value: float | None) -> float | str:
@@ -176,7 +197,7 @@ def collect(entries: list[Entry], out: str) -> None:
     """Takes finished runs that the store has not, or has with other flags, into it. Raises CannotWrite."""
     store, points, kept = read_store(out), read_rows(f"{out}/points.csv"), read_rows(f"{out}/rollouts.jsonl")
     for entry in entries:
-        if not entry.job.is_done() or not is_missing(entry, store):
+        if not all(job.is_done() for job in (entry.job, *scorings(entry))) or not is_missing(entry, store):
             continue
         run = read_run(entry.job.folder)
         store[entry.key] = row_of(entry, run)
@@ -209,14 +230,16 @@ def entries_of(task: str, budget: int, tries: Iterable[tuple[str, str]], seeds: 
 
 
 def tries_of(task: str, systems: list[str]) -> list[tuple[str, str]]:
-    return [(name, rate) for name in systems if task in system_of(name).tasks for rate in system_of(name).rates]
+    return [(name, rate) for name in systems if task in system_of(name).tasks for rate in rates_of(name, task)]
 
 
 def best_rate(task: str, name: str, budget: int, store: dict[tuple, dict]) -> str | None:
-    """The rate that solves most held-out problems on the tuning seeds, in the mean; the first of equal ones. None where
-    a try is missing."""
-    found = {}
-    for entry in entries_of(task, budget, tries_of(task, [name]), TUNING_SEEDS):
+    """The rate that solves most held-out problems on the tuning seeds, in the mean; the first of equal ones, and the
+    one where there is no other. None where a try is missing."""
+    found, tries = {}, tries_of(task, [name])
+    if len(tries) == 1:
+        return tries[0][1]
+    for entry in entries_of(task, budget, tries, TUNING_SEEDS):
         if is_missing(entry, store):
             return None
         found.setdefault(entry.rate, []).append(float(store[entry.key]["gen/pass1_in after"]))
@@ -236,7 +259,8 @@ def carry_out(entries: list[Entry], out: str, at_once: int) -> bool:
         jobs = [entry.job for entry in missing if all(job.is_done() for job in starts_before(entry))]
         for job in jobs:
             check_made_alike(job)
-        whole &= carry_out_all(jobs, at_once) and len(jobs) == len(missing)
+        after = {entry.job: scorings(entry) for entry in missing}
+        whole &= carry_out_all(jobs, at_once, after) and len(jobs) == len(missing)
     finally:
         collect(entries, out)
     return whole
@@ -263,7 +287,8 @@ def play(tasks: list[str], systems: list[str], seeds: list[str], budget: int, ou
     """Tuning, then the seeds that count, task by task; whether all is there."""
     whole = True
     for task in tasks:
-        whole &= carry_out(entries_of(task, budget, tries_of(task, systems), TUNING_SEEDS), out, at_once)
+        if not TASKS[task].rates:
+            whole &= carry_out(entries_of(task, budget, tries_of(task, systems), TUNING_SEEDS), out, at_once)
         for seed in seeds:  # one after the other, so that what is cut off has all systems of some seeds
             whole &= carry_out(entries_of(task, budget, tuned(task, systems, budget, out), [seed]), out, at_once)
     return whole

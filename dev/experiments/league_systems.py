@@ -10,6 +10,7 @@ import zlib
 from functools import cache
 from typing import NamedTuple
 
+from dev.experiments import arms_smol
 from dev.experiments.arms import Experiment, Start
 from nanochat import recipes
 from nanochat.common import BadInput
@@ -29,36 +30,48 @@ LABELS_SHARE, JUDGE_SHARE = 8, 2  # parts of the budget: an eighth for labelled 
 
 
 class Task(NamedTuple):
-    """problems: flags of all scripts; length: --sequence-len of every SFT; gen, both: further flags of the two SFTs,
-    the second one "" where nobody verifies; rl: of runs; verdict: of those with verifications; solution_tokens: of a
-    labelled solution, at most, in the mean."""
+    """problems: flags of all scripts; sft: of every SFT; gen, both: further ones of the two SFTs, the second one ""
+    where nobody verifies; rl: of runs; verdict: of those with verifications; solution_tokens: of a labelled solution,
+    in the mean at most. Of a real model also source, its tag: it has one SFT, and a seed is one of RL; rates: in place
+    of the systems' own; scoring: flags of chat_eval, which scores it by sampling."""
     problems: str
-    length: int
+    sft: str
     gen: str
     both: str
     rl: str
     verdict: str = ""
     solution_tokens: int = 0
+    source: str = ""
+    rates: tuple[str, ...] = ()
+    scoring: str = ""
 
 
 TASKS = {
     # a wrong chain can be right by luck, as in real mathematics
-    "chain": Task(CHAIN, 256, "--num-steps 600",
+    "chain": Task(CHAIN, f"--sequence-len 256 {SHAPE}", "--num-steps 600",
                   f"{BOTH} --num-steps 500 --demo-shares refine:0.15 revise:0.1 propose:0.1",
                   "--max-new-tokens 64", "--verifier-max-new-tokens 96", 36),
     # chains and last letters in one run
-    "mixture": Task(f"--task mixture {CHAIN} {WORDS}", 448, "--num-steps 800",
+    "mixture": Task(f"--task mixture {CHAIN} {WORDS}", f"--sequence-len 448 {SHAPE}", "--num-steps 800",
                     f"{BOTH} --num-steps 900 --demo-shares refine:0.15",
                     "--max-new-tokens 128", "--verifier-max-new-tokens 144", 62),
     # wrong answers have the majority: for systems that see no answers
     "misled": Task("--chain-answer final --chain-share 0.4 --chain-wrongness 0.8 --chain-min-steps 1 "
-                   "--chain-max-steps 4 --chain-verifier-share 0.05", 256, "--num-steps 500",
-                   f"{BOTH} --num-steps 500", "--max-new-tokens 48", "--verifier-max-new-tokens 56"),
+                   "--chain-max-steps 4 --chain-verifier-share 0.05", f"--sequence-len 256 {SHAPE}",
+                   "--num-steps 500", f"{BOTH} --num-steps 500", "--max-new-tokens 48", "--verifier-max-new-tokens 56"),
     # what must be looked up, where memory is half wrong: for agents that search
     "lookup": Task("--task lookup --chain-min-steps 1 --chain-max-steps 3 --chain-share 0 --lookup-keys 200 "
-                   "--lookup-share 0.5 --lookup-recall-share 0.6", 256, "--num-steps 1000", "", "--max-new-tokens 96"),
+                   "--lookup-share 0.5 --lookup-recall-share 0.6", f"--sequence-len 256 {SHAPE}", "--num-steps 1000",
+                   "", "--max-new-tokens 96"),
     # proofs that a kernel accepts
-    "rewrite": Task("--task rewrite", 256, "--num-steps 800", "", ""),
+    "rewrite": Task("--task rewrite", f"--sequence-len 256 {SHAPE}", "--num-steps 800", "", ""),
+    # a real model, SmolLM2-135M, on word problems of two steps (gsm_symbolic)
+    "words": Task(arms_smol.PROBLEMS, "--examples-per-step 16 --micro-batch-tokens 4096 --embedding-lr 5e-4 "
+                  "--max-new-tokens 80 --keep 1", "--num-steps 120",
+                  "--role both --examples-per-step 32 --num-steps 120 --num-sampled 512",
+                  "--examples-per-step 8 --max-new-tokens 80 --eval-examples 100 --eval-every 25",
+                  arms_smol.VERDICTS, 80, "smollm2", ("1.5e-5",),
+                  "-a reasoning_gym --temperature 1 --num-samples 4 --max-problems 400"),
 }
 
 
@@ -81,8 +94,8 @@ SUPERVISED = "--num-steps 200 --examples-per-step 32 --lr 5e-4"  # no tokens are
 GOLD, NOTHING = "answers, gold steps", "nothing"
 ALL = ("chain", "mixture", "misled")
 SYSTEMS = {
-    "grpo": System(tasks=(*ALL, "lookup", "rewrite")),
-    "grpo_tenth": System("--negative-weight 0.1", "grpo", tasks=(*ALL, "rewrite")),
+    "grpo": System(tasks=tuple(TASKS)),
+    "grpo_tenth": System("--negative-weight 0.1", "grpo", tasks=(*ALL, "rewrite", "words")),
     "dapo": System(every=6),
     "dpo": System(rates=("2e-4", "4e-4", "8e-4")),
     "ppo": System(),
@@ -93,12 +106,12 @@ SYSTEMS = {
     "marti": System(every=6),
     "progress_rewards": System("--continuations 4 --best-of 2", every=2),
     "simulated_judge": System("--judge-flips 0.25", given="answers, 1 in 4 flipped"),
-    "tango": System(f"--warmup-steps 10 {BALANCED}", tasks=ALL, every=4),
+    "tango": System(f"--warmup-steps 10 {BALANCED}", tasks=(*ALL, "words"), every=4),
     "tango_paper": System(f"--warmup-steps 10 {BALANCED} --step-rewards verdicts --credit to_go --negative-weight 1 "
-                          "--no-verify-distinct", "tango", every=4),
-    "fixed_verifier": System(tasks=ALL, every=6),
+                          "--no-verify-distinct", "tango", tasks=("chain", "mixture", "words"), every=4),
+    "fixed_verifier": System(tasks=(*ALL, "words"), every=6),
     "fixed_generator": System(BALANCED, judge="analysed", every=6),
-    "gold_steps": System(given=GOLD, tasks=(*ALL, "rewrite")),
+    "gold_steps": System(given=GOLD, tasks=(*ALL, "rewrite", "words")),
     "outcome_verifier": System(f"--warmup-steps 10 {BALANCED}", every=4),
     "refit": System("--verifier-lr 1e-3"),
     "self_verify": System(tasks=ALL, every=6),
@@ -172,16 +185,20 @@ def has_flags(recipe: str) -> frozenset[str]:
 def starts_of(task_name: str, budget: int) -> dict[str, Start]:
     """The SFTs of a task, and labelled solutions. All systems begin from `start`, and judges of several solutions go on
     from it."""
-    task, tag = TASKS[task_name], f"league_{task_name}-s{{seed}}"
-    common = f"--seed {{seed}} --device-type cpu {task.problems}"
-    sft, on = f"--sequence-len {task.length} {SHAPE} {common}", "--from-stage sft --from-tag"
-    starts = {"gen": Start("sft", f"{tag}-gen", f"--role generator --model-tag {{tag}} {sft} {task.gen}"),
+    task = TASKS[task_name]
+    seed = "0" if task.source else "{seed}"
+    tag, common = f"league_{task_name}-s{seed}", f"--seed {seed} --device-type cpu {task.problems}"
+    sft, on = f"{task.sft} {common}", "--from-stage sft --from-tag"
+    source = f"{on} {{source}}" if task.source else ""
+    starts = {"gen": Start("sft", f"{tag}-gen", f"--role generator --model-tag {{tag}} {source} {sft} {task.gen}"),
               "start": Start("sft", f"{tag}-both", f"--model-tag {{tag}} {on} {{gen}} {sft} {task.both}")}
     if not task.both:
         return {"start": starts["gen"]}
     for form, steps in FORMS.items():
         judge = f"--role verifier --model-tag {{start}} --verifier-tag {{tag}} {on} {{start}} {sft}"
         starts[form] = Start("sft", f"{tag}-{form}", f"{judge} --verifier-form {form} --num-steps {steps}")
+    if task.source:
+        starts["source"] = Start("import", task.source, "{tag}")
     num_problems = budget // LABELS_SHARE // (4 * max(1, task.solution_tokens))
     which = f"--first 1000000 --num-problems {num_problems} --num-samples 4"  # problems that no run of RL gets to
     starts["labels"] = Start("labels", f"{tag}-labels-{num_problems}", f"--method gold --generator-tag {{start}} "
@@ -210,7 +227,7 @@ def training_flags(name: str, task: Task, budget: int) -> str:
     labels, sampling = allowances(name, budget)
     given = ("--labels {labels}" if labels else "") + (" --judged-samples 1" if labels and not system.form else "")
     return (f"--recipe {recipe} {role_flags(recipe, task, system.form or 'start')} --seed {{seed}} --device-type cpu "
-            f"{task.problems} {RL} {task.rl} --eval-every {system.every} --eval-examples 100 {given} "
+            f"{task.problems} {RL} --eval-every {system.every} {task.rl} --eval-examples 100 {given} "
             f"--token-budget {sampling} {system.flags}")
 
 
@@ -223,8 +240,13 @@ def run_flags(name: str, task: Task, budget: int, rate: str) -> str:
         recipe, flags = "fixed_verifier", f"--judge {system.judge} --step-rewards verdicts --judged-samples 1"
         own = f"--model-tag {{start}} --verifier-tag {trained} {task.verdict}"
     every = 6 if system.judge else system.every
-    return (f"--recipe {recipe} {own} --seed {{seed}} --device-type cpu {task.problems} {RL} {task.rl} --eval-every "
-            f"{every} --token-budget {budget - sum(allowances(name, budget))} {flags} --lr {rate}")
+    return (f"--recipe {recipe} {own} --seed {{seed}} --device-type cpu {task.problems} {RL} --eval-every {every} "
+            f"{task.rl} --token-budget {budget - sum(allowances(name, budget))} {flags} --lr {rate}")
+
+
+def rates_of(name: str, task_name: str) -> tuple[str, ...]:
+    """The tries of a system."""
+    return TASKS[task_name].rates or system_of(name).rates
 
 
 def arm_of(name: str, rate: str) -> str:
