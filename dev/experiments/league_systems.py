@@ -48,7 +48,7 @@ class Task(NamedTuple):
 
 TASKS = {
     # a wrong chain can be right by luck, as in real mathematics
-    "chain": Task(CHAIN, f"--sequence-len 256 {SHAPE}", "--num-steps 600",
+    "chain": Task(CHAIN, f"--sequence-len 384 {SHAPE}", "--num-steps 600",
                   f"{BOTH} --num-steps 500 --demo-shares refine:0.15 revise:0.1 propose:0.1",
                   "--max-new-tokens 64", "--verifier-max-new-tokens 96", 36),
     # chains and last letters in one run
@@ -121,10 +121,10 @@ SYSTEMS = {
     "genrm": System(SUPERVISED, judge="verdict", every=100),
     "genprm": System(given=GOLD, judge="analysed", every=6),
     "critic_rm": System(judge="analysed", every=6),
-    "gram": System(SUPERVISED, judge="preferred", form="pair", every=100),
-    "think_rm": System("--num-solutions 8", judge="pair", form="pair", every=3),
-    "rm_r1": System("--num-solutions 8", judge="solve_pair", form="solve_pair", every=3),
-    "spct": System("--num-solutions 8 --kl-coef 0.08", judge="scores", form="scores", every=3),
+    "gram": System(SUPERVISED, judge="preferred", form="pair", tasks=("chain",), every=100),
+    "think_rm": System("--num-solutions 8", judge="pair", form="pair", tasks=("chain",), every=3),
+    "rm_r1": System("--num-solutions 8", judge="solve_pair", form="solve_pair", tasks=("chain",), every=3),
+    "spct": System("--num-solutions 8 --kl-coef 0.08", judge="scores", form="scores", tasks=("chain",), every=3),
     "alphaproof": System(tasks=("chain", "mixture", "rewrite")),
     "spin": System("--iteration-steps 20", given="demonstrations", rates=("1e-5", "3e-5", "1e-4")),
     "ttrl": System(given=NOTHING, tasks=ALL),
@@ -208,7 +208,7 @@ def starts_of(task_name: str, budget: int) -> dict[str, Start]:
 
 def role_flags(recipe: str, task: Task, own_start: str = "start") -> str:
     """The checkpoints of a recipe's roles, and how long verifications may be."""
-    tags = {spec.tag for spec in recipes.load(recipe).ROLES.values() if spec.shares is None} - {"--model-tag"}
+    tags = {spec.tag for spec in recipes.load(recipe).ROLES.values()} - {"--model-tag"}
     verdict = task.verdict if "--verifier-max-new-tokens" in has_flags(recipe) else ""
     return " ".join(["--model-tag {start}", *(f"{tag} {{{own_start}}}" for tag in sorted(tags)), verdict])
 
