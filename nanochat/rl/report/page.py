@@ -205,11 +205,14 @@ def write_page(runs: list[Run], rows: list[dict], path: str, most_rollouts: int 
             "live": live and {**live, "every": RELOAD_SECONDS, "written": int(time.time())},
             "colours": COLOURS, "dashes": list(DASHES), "tasks": tasks, "health": well_and_ill(runs),
             "runs": [run_of_page(run, most_rollouts // len(runs)) for run in runs]}
-    # "<" never appears in the data: no text of a model can close the script element that holds it.
-    text = json.dumps(rounded(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     template = files("nanochat.rl.report").joinpath("page.html").read_text(encoding="utf-8")
     with whole_file(path) as f:
-        f.write(template.replace("{{data}}", text))
+        f.write(template.replace("{{data}}", embedded(data)))
+
+
+def embedded(data) -> str:
+    """Data as JSON for a page's script element. "<" never appears in it: no text of a model can close the element."""
+    return json.dumps(rounded(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def write_run_page(folder: str, so_far: dict | None, live: dict | None = None) -> str:
