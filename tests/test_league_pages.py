@@ -10,7 +10,8 @@ import pytest
 from test_page import CONTRAST, browser, emulate, find  # noqa: F401  (browser is a fixture)
 
 from dev.experiments import league
-from dev.experiments.league_pages import BEGIN, COLUMNS, END, write_pages
+from dev.experiments.league_pages import BEGIN, END, write_pages
+from dev.experiments.league_table import COLUMNS
 from nanochat.common import BadInput
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,25 +40,27 @@ RUNS = [
     run_of("chain", "grpo", 1, 0.50, tokens=150_000, minutes=1.0, **{OUT: 0.30}),
     run_of("chain", "grpo", 2, 0.60, tokens=152_000, minutes=2.0, **{OUT: 0.40}),
     run_of("chain", "prm", 2, 0.71, **{OUT: 0.36}), run_of("chain", "prm", 1, 0.60, **{OUT: 0.25}),
-    # fell by 15 points, and solves less than the 65% before it, for a reward that rises by just .05
+    # it solves less than the 65% before it, for a reward that rises by just .05
     run_of("chain", "tango", 1, 0.60, best=0.75, gen_of_pass1_in__before=0.65, **verified(0.5, 0.6, 0.20, 0.25)),
     run_of("chain", "tango", 2, 0.80, **verified(0.5, 0.7, 0.20, 0.25)),        # solves more
-    run_of("chain", "tango", 3, 0.70, best=0.80, gen_of_pass1_in__before=0.75,  # fell by 10; the reward rises by .04
+    run_of("chain", "tango", 3, 0.70, best=0.80, gen_of_pass1_in__before=0.75,  # the reward rises by .04
            **verified(0.5, 0.8, 0.20, 0.24)),
     run_of("chain", "tango", 1, 0.99, rate="4e-4"),                             # a rate with fewer seeds
     run_of("chain", "tango", 101, 0.99, rate="1e-4"), run_of("chain", "tango", 102, 0.99, rate="1e-4"),  # tuning
     run_of("chain", "dapo", 1, 0.99, budget=2000)]
 ROWS = """\
 chain | tango | answers | 3 | 70.0 ± 10.0 | +15.0 ± 63.5 (2 pairs) | - | 50.0 -> 70.0 | 20.0 -> 40.0 | 150 | 1.0 | \
-fell 1/3; reward up, solved down 1/3 | 2e-4
-chain | prm | answers, gold steps | 2 | 65.5 ± 7.8 | **+10.5 ± 6.4** | -4.5 ± 6.4 | - | - | 150 | 1.0 | - | 2e-4
+reward up, solved down 1/3 | 2e-4
+chain | prm | answers, gold steps | 2 | 65.5 ± 7.8 | **+10.5 ± 6.4** | -4.5 ± 6.4 | - | - | 150 | 1.0 | fell 1/2 | 2e-4
 chain | grpo | answers | 2 | 55.0 ± 7.1 | - | - | - | - | 151 | 1.5 | - | 2e-4
 chain | `my/few.py` | see the file | 1 | 90.0 | - | - | - | - | 150 | 1.0 | - | 2e-4
 misled | ttrl | nothing | 1 | 55.0 | +15.0 | - | - | - | 150 | 1.0 | - | 2e-4
 misled | grpo | answers | 1 | 40.0 | - | - | - | - | 150 | 1.0 | - | 2e-4"""
 POINTS = [dict(task="chain", system=system, seed=seed, metric="gen/pass1_in", tokens=tokens, value=value)
           for system, seed, tokens, value in [("tango", 1, 0, 0.1), ("tango", 1, 100, 0.5), ("tango", 2, 0, 0.3),
-                                              ("tango", 2, 200, 0.7), ("grpo", 1, 0, 0.1), ("grpo", 1, 150, 0.5)]]
+                                              ("tango", 2, 200, 0.7), ("grpo", 1, 0, 0.1), ("grpo", 1, 150, 0.5),
+                                              ("prm", 1, 50, 0.7), ("prm", 1, 99, 0.6),     # falls by 10 points
+                                              ("prm", 2, 50, 0.711), ("prm", 2, 99, 0.61)]]
 SOLVED = dict(task="chain", system="tango", seed="1", problem="3+5*2", gold="6", verification=None)
 ROLLOUTS = [{**SOLVED, "step": 0, "solution": "3+5:8;8*2:6;=6", "labels": [True, False]},
             {**SOLVED, "step": 9, "solution": HOSTILE, "labels": [], "verification": HOSTILE},
@@ -102,7 +105,7 @@ def test_the_table_has_the_numbers_that_were_worked_out_by_hand(store):
     assert "- *runs*: 13, of which 2 to tune; 0.2 hours" in text  # 14 minutes
     assert "- tango on chain: shown with rate 2e-4, not 4e-4 (seeds: 1)\n" in text
     assert "`bash runs/league.sh --budget 1000`" in text and "[runs.csv](runs.csv)" in text
-    assert printed.splitlines()[1] == "chain   prm        2  65.5 ± 7.8   +10.5 ± 6.4             -"
+    assert printed.splitlines()[1] == "chain   prm        2  65.5 ± 7.8   +10.5 ± 6.4             fell 1/2"
     assert printed.splitlines()[-1].startswith("13 runs, 6 rows: ")
 
 
@@ -141,11 +144,12 @@ def test_pages_of_an_empty_store_and_of_one_that_is_not_there(tmp_path, monkeypa
 def test_the_page_has_curves_solutions_seeds_and_the_command_of_each_row(store):
     tango, prm, *_ = data_of(store[0])["rows"]
     assert (tango["task"], tango["system"], tango["family"], tango["flags"]) == ("chain", "tango", "tango", "--seed 1")
+    assert list(tango["curves"]) == ["gen/pass1_in"]
     accuracy = tango["curves"]["gen/pass1_in"]
     assert accuracy["seeds"] == {"1": [[0, 10], [100, 50]], "2": [[0, 30], [200, 70]]}
     # to where the first ends: (10 + 30) / 2, (30 + 40) / 2, (50 + 50) / 2
     assert [accuracy["mean"][i] for i in (0, 20, 40)] == [[0, 20], [50, 35], [100, 50]]
-    assert len(accuracy["mean"]) == 41 and prm["curves"] == {} and prm["rollouts"] == []
+    assert len(accuracy["mean"]) == 41 and prm["rollouts"] == []
     assert [(r["step"], r["steps"], r["answer"]) for r in tango["rollouts"]] == [
         (0, [["3+5:8;", True], ["8*2:6;", False]], "=6"), (9, [], HOSTILE), (0, [["1:1;", None]], "=1")]
     assert tango["rollouts"][1]["verification"] == HOSTILE == tango["rollouts"][2]["problem"]
