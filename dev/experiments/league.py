@@ -26,8 +26,10 @@ from dev.experiments import league_pages
 from dev.experiments.arms import chosen
 from dev.experiments.jobs import (Job, carry_out_all, check_made_alike, check_one_word, job_of, log_of, noted, runs_of,
                                   stages_of)
+from dev.experiments.league_pages import OUT
 from dev.experiments.league_systems import (BASELINE, SYSTEMS, TASKS, TUNING_SEEDS, allowances, arm_of, experiment,
                                             mark_of, rates_of, system_of)
+from dev.experiments.league_table import read_rows
 from dev.experiments.run import jobs_at_once, seeds_of
 from nanochat.cli import at_least, script_main
 from nanochat.common import BadInput, StopRequested, print0
@@ -35,7 +37,6 @@ from nanochat.hf.files import read_json
 from nanochat.rl.report.report import Run, curve, read_run
 from nanochat.storage.files import base_dir, check_writable, make_folder, path_of, whole_file
 
-OUT = "dev/curves/league"
 BUDGET = 150_000
 CURVES = ("gen/pass1_in", "gen/pass1_out", "ver/step_f1_fixed", "ver/balanced_acc_fixed")
 SCORES = ("gen/pass1_in", "gen/pass1_out", "ver/step_f1_fixed", "ver/outcome_f1_fixed", "ver/balanced_acc_fixed",
@@ -104,24 +105,31 @@ def judge_jobs(name: str, task: str, budget: int, seed: str) -> list[Job]:
     return [job_of(e, e.starts[label], seed) for label in taken]
 
 
-def tokens_before(name: str, task: str, budget: int, seed: str) -> int:
-    """Tokens that these have sampled. Raises BadInput where labelled solutions took more than their allowance."""
-    total = 0
-    for job in judge_jobs(name, task, budget, seed):
+def cost_before(entry: Entry) -> tuple[int, float]:
+    """Tokens that these have sampled, and minutes of a judge's training. Raises BadInput where labelled solutions took
+    more than their allowance."""
+    tokens, minutes, allowed = 0, 0.0, allowances(entry.system, entry.budget)[0]
+    for job in judge_jobs(entry.system, entry.task, entry.budget, entry.seed):
         found = read_json(os.path.join(job.folder, job.done))
-        tokens = found["sampled_tokens"] if job.module == "scripts.tango_rl" else found["solution_tokens"]
-        if job.module != "scripts.tango_rl" and tokens > allowances(name, budget)[0]:
-            raise BadInput(f"{job.folder}: {tokens} tokens of labelled solutions, and {name} may take "
-                           f"{allowances(name, budget)[0]}: raise solution_tokens of task {task}")
-        total += tokens
-    return total
+        if job.module == "scripts.tango_rl":
+            tokens, minutes = tokens + found["sampled_tokens"], minutes + found["minutes"]
+        elif found["solution_tokens"] > allowed:
+            raise BadInput(f"{job.folder}: {found['solution_tokens']} tokens of labelled solutions, and {entry.system} "
+                           f"may take {allowed}: raise solution_tokens of task {entry.task}")
+        else:
+            tokens += found["solution_tokens"]
+    return tokens, minutes
+
+
+def key_of(entry: Entry) -> dict:
+    return {name: getattr(entry, name) for name in KEYS}
 
 
 def row_of(entry: Entry, run: Run) -> dict:
     """A finished run as a line of runs.csv: scores before and after, the best on the way, rewards and what the verifier
     passes over the first and the last third of the steps."""
     first, last = run.points[0], run.points[-1]
-    row = {"task": entry.task, "system": entry.system, "rate": entry.rate, "seed": entry.seed, "budget": entry.budget}
+    row = key_of(entry)
     for name in SCORES:
         values = [r[name] for r in run.records if isinstance(r.get(name), int | float)]
         third = max(1, len(values) // 3)
@@ -131,8 +139,9 @@ def row_of(entry: Entry, run: Run) -> dict:
     row |= scores_by_sampling(entry)
     best = max(curve(run, "gen/pass1_in", "sampled_tokens")[1], default=None)
     steps = run.summary.get(f"{run.roles[0][:3]}_steps")
-    tokens = run.summary["sampled_tokens"] + tokens_before(entry.system, entry.task, entry.budget, entry.seed)
-    return row | {"best": rounded(best), "steps": steps, "tokens": tokens, "minutes": run.summary["minutes"],
+    tokens, minutes = cost_before(entry)
+    return row | {"best": rounded(best), "steps": steps, "tokens": run.summary["sampled_tokens"] + tokens,
+                  "minutes": round(run.summary["minutes"] + minutes, 2),
                   "commit": run.config.get("commit"), "torch": run.config.get("torch"),
                   "flags": flags_kept(entry.job, entry.system)}
 
@@ -163,8 +172,8 @@ def rounded(value: float | None) -> float | str:
 
 def points_of(entry: Entry, run: Run) -> list[dict]:
     """The run's curves over sampled tokens, its judge's training before it."""
-    before = tokens_before(entry.system, entry.task, entry.budget, entry.seed)
-    return [{"task": entry.task, "system": entry.system, "seed": entry.seed, "metric": metric,
+    before, _ = cost_before(entry)
+    return [{**key_of(entry), "metric": metric,
              "tokens": tokens + before * (tokens > 0), "value": round(value, 5)}
             for metric in CURVES for tokens, value in zip(*curve(run, metric, "sampled_tokens"), strict=True)]
 
@@ -173,8 +182,8 @@ def solutions_of(entry: Entry, run: Run) -> list[dict]:
     """The first held-out problems, as solved before and after."""
     kept = [[e for e in run.examples if e["step"] == step][:EXAMPLES]
             for step in ({run.examples[0]["step"], run.examples[-1]["step"]} if run.examples else ())]
-    return [{"task": entry.task, "system": entry.system, "seed": entry.seed, "step": e["step"], "problem": e["problem"],
-             "gold": e["gold"], "solution": e["solution"], "labels": e["step_labels"],
+    return [{**key_of(entry), "step": e["step"], "problem": e["problem"], "gold": e["gold"],
+             "solution": e["solution"], "labels": e["step_labels"], "step_spans": e["step_spans"],
              "verification": e.get("verification")} for e in sum(sorted(kept, key=lambda k: k[0]["step"]), [])]
 
 
@@ -186,13 +195,6 @@ def write_rows(path: str, rows: list[dict]) -> None:
         writer.writerows(rows)
 
 
-def read_rows(path: str) -> list[dict]:
-    if not os.path.exists(path):
-        return []
-    with open(path, encoding="utf-8", newline="") as f:
-        return list(csv.DictReader(f)) if path.endswith(".csv") else [json.loads(line) for line in f]
-
-
 def collect(entries: list[Entry], out: str) -> None:
     """Takes finished runs that the store has not, or has with other flags, into it. Raises CannotWrite."""
     store, points, kept = read_store(out), read_rows(f"{out}/points.csv"), read_rows(f"{out}/rollouts.jsonl")
@@ -202,13 +204,13 @@ def collect(entries: list[Entry], out: str) -> None:
         run = read_run(entry.job.folder)
         store[entry.key] = row_of(entry, run)
         if entry.seed not in TUNING_SEEDS:
-            same = lambda row, e=entry: (row["task"], row["system"], str(row["seed"])) == (e.task, e.system, e.seed)
+            same = lambda row, key=entry.key: tuple(str(row[name]) for name in KEYS) == key
             points = [row for row in points if not same(row)] + points_of(entry, run)
             if entry.seed == "1":
                 kept = [row for row in kept if not same(row)] + solutions_of(entry, run)
-    order = lambda row: [str(row[name]) for name in ("task", "system", "seed")]
+    order = lambda row: [str(row[name]) for name in ("task", "system", "seed", "rate")]
     make_folder(out)
-    write_rows(os.path.join(out, "runs.csv"), sorted(store.values(), key=lambda row: [*order(row), row["rate"]]))
+    write_rows(os.path.join(out, "runs.csv"), sorted(store.values(), key=order))
     write_rows(os.path.join(out, "points.csv"), sorted(points, key=order))
     with whole_file(os.path.join(out, "rollouts.jsonl")) as f:
         f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in sorted(kept, key=order))

@@ -27,7 +27,7 @@ COLUMNS = {
     "step F1": "of the verifier on fixed solutions, before -> after, in percent",
     "wrong steps passed": "by the verifier in training, in percent: first -> last third of the steps",
     "tokens (k)": "sampled by all roles and in the training of a judge: mean over seeds, in thousands",
-    "minutes": "of the generator's run on one core: mean over seeds",
+    "minutes": "of the run on one core, and of a judge's training: mean over seeds",
     "gaming": f"on how many seeds. 'fell': its curve ends more than {100 * FELL:.0f} points below its best evaluation. "
               f"'reward up, solved down': its reward rises by {RISEN} or more, and it solves less than before",
     "rate": "the generator's learning rate"}
