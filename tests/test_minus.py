@@ -72,8 +72,9 @@ def test_every_figure_of_the_open_questions_is_what_its_csv_says():
         elif not evidence.endswith("no csv"):
             said = SAYS.search(evidence)
             assert said and said.end() == len(evidence), f"{question}: {evidence}"
-            curves = lambda arm: minus.curves_of(str(PAGE.parent / said["csv"]), arm, said["metric"] or minus.ACCURACY)
-            arm, other = curves(said["arm"]), curves(said["other"]) if said["other"] else None
+            path, metric = str(PAGE.parent / said["csv"]), said["metric"] or minus.ACCURACY
+            arm = minus.curves_of(path, said["arm"], metric)
+            other = minus.curves_of(path, said["other"], metric) if said["other"] else None
             found = minus.falls(arm) if said["falls"] else minus.minus(arm, other, bool(said["tokens"]))
             told = minus.told_falls(found) if said["falls"] else minus.told(found)
             if (told, num_of(seeds)) != (figure, len(found)):

@@ -11,7 +11,7 @@ The figures of dev/results/questions.md are such differences.
 import argparse
 import csv
 
-from nanochat.cli import new_parser, parse_flags, script_main
+from nanochat.cli import new_parser, script_main
 from nanochat.common import BadInput, print0
 from nanochat.rl.report.report import ACCURACY, height_at, paired
 
