@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import TASK_FLAGS, parse, rl_flags as rl_flags_of_test
 
-from dev.experiments import arms_selfplay, arms_smol, arms_verifiers, run, table
+from dev.experiments import arms_questions, arms_selfplay, arms_smol, arms_verifiers, run, table
 from dev.experiments.arms import (ALONE, DIALS, LISTS, PAYS, TASKS, Setup, all_arms, arms_of, experiment, has_arm,
                                   setups_of, starts_of)
 from dev.experiments.jobs import Job, check_made_alike, job_of, keep_flags, log_of, runs_of, stages_of
@@ -139,8 +139,9 @@ def of_smol(arms: list[str]):
     return run.tables_of_smol(args)[0].experiments[0]
 
 
-def every_family_and_verifier() -> list:
+def every_family_verifier_and_question() -> list:
     return [arms_verifiers.experiment(list(arms_verifiers.VERIFIERS)),
+            arms_questions.experiment(list(arms_questions.ARMS)),
             *(arms_selfplay.experiment(name, list(of.arms)) for name, of in arms_selfplay.FAMILIES.items())]
 
 
@@ -217,7 +218,7 @@ def parser_of(script, recipe: str):
 
 
 def test_every_job_has_flags_that_its_script_takes():
-    made = [*every_family_and_verifier(), of_smol(list(arms_smol.ARMS))]
+    made = [*every_family_verifier_and_question(), of_smol(list(arms_smol.ARMS))]
     for e in [one("--task", task) for task in TASKS]:
         made.append(experiment(e, arms_of(e, None)))
     for e in (one(), one("--start", "refine"), *setups("--dial", " ".join(DIALS))):
@@ -246,7 +247,7 @@ def test_each_job_comes_after_what_it_reads():
     """A file, checkpoint or run that a job's flags name is made by a job of an earlier stage."""
     own = experiment(one("--start", "refine"), ["score", "shared_half", "grpo_both", "refit_1"])
     made: set[str] = set()
-    for stage in stages_of([own, of_smol(list(arms_smol.ARMS)), *every_family_and_verifier()], ["1", "2"]):
+    for stage in stages_of([own, of_smol(list(arms_smol.ARMS)), *every_family_verifier_and_question()], ["1", "2"]):
         pairs = [(job, dict(zip(words, words[1:], strict=False))) for job in stage for words in [job.flags.split()]]
         for job, given in pairs:
             read = {given.get(flag) for flag in ("--labels", "--solutions", "--from-tag", "--generator-tag")}
@@ -328,6 +329,23 @@ def test_a_family_is_reported_by_what_it_watches(world):
     assert {row["metric"] for row in world.csv("no_labels")} == {"gen/pass1_in"}
     assert "ver/balanced_acc_fixed" in arms_selfplay.FAMILIES["no_labels"].watched  # which the results cite
     assert (world.base / "out" / "no_labels.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_an_arm_is_one_run_for_all_questions_that_have_it(world):
+    """The verifier of tango is given on to another generator. What a run costs stands in the csv."""
+    world.monkeypatch.setattr(arms_questions, "flops_by_step", lambda run: [2e12])
+    code, _, err = world.run("questions", "--questions", "transfer interleaving proposing", "--seeds", "41")
+    assert (code, err) == (0, "") and sorted(world.runs()) == sorted(f"questions-{arm}-s41" for arm in (
+        "tango", "new_grpo", "new_fixed", "new_tango", "best_of_fixed", "best_of_tango", "fixed", "ng_1", "ng_10",
+        "adaptive", "proposer"))
+    assert world.runs()[0] == "questions-tango-s41"
+    given_on, = (call for call in world.calls("tango_rl") if "questions-new_tango" in call)
+    assert "--verifier-tag questions-tango-s41-ver --verifier-source rl" in given_on
+    assert [row["arm"] for row in world.table("proposing")] == ["tango", "proposer"]
+    assert {row["minus its partner"] for row in world.table("transfer")} == {"-", "+50.0 (new_fixed)",
+                                                                           "+50.0 (best_of_fixed)"}
+    assert {row["task"] for row in world.csv("interleaving")} == {"interleaving"}
+    assert {row["value"] for row in world.csv("interleaving") if row["metric"] == "cost/teraflops"} == {"2.0"}
 
 
 def test_verifiers_are_told_as_judges_and_what_their_training_cost(world):
@@ -571,6 +589,8 @@ def test_a_signal_stops_the_run_and_starts_nothing_new(world, name):
     (["pays", "--dial", "labels", "--arms", "gold_steps"], ["--arms gold_steps", "tango", "ttrl"]),
     (["selfplay", "--families", "nobody"], ["--families nobody", "no_labels"]),
     (["selfplay", "--families", "votes kernel", "--arms", "ttrl"], ["of which family"]),
+    (["questions", "--questions", "why"], ["--questions why", "transfer"]),
+    (["questions", "--arms", "tango"], ["of which question"]), (["--questions", "lookup"], ["--questions", "fig4"]),
     (["verifiers", "--arms", "orm nobody"], ["--arms nobody", "prm_gold"]),
     (["smol", "--gsm8k-data", "a b"], ["with spaces"]), (["smol", "--gsm8k-data", ""], ["--gsm8k-data"]),
     (["--seeds", "1", "smol"], ["smol: stands before all flags"]), (["--gsm8k-data", "x"], ["--gsm8k-data: fig4"]),

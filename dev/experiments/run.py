@@ -7,6 +7,7 @@ Runs an experiment: arms that start from the same SFT checkpoints, seed by seed;
     bash dev/experiments/run.sh selfplay --families "no_labels tools"
     bash dev/experiments/run.sh verifiers --arms "grpo sft orm prm_gold"
     bash dev/experiments/run.sh smol --arms "grpo tango fixed_verifier"
+    bash dev/experiments/run.sh questions --questions "transfer gaming" --seeds "41 42 43 44 45"
 
 fig4: arms that differ in one thing. pays: when does co-training pay? The same arms at the settings of a dial. selfplay:
 self-play, teams, own judges, missing labels, tools, each beside the baseline of its family. verifiers: each is trained,
@@ -24,9 +25,10 @@ import time
 from dataclasses import replace
 from statistics import mean
 
-from dev.experiments import arms_selfplay, arms_smol, arms_verifiers
+from dev.experiments import arms_questions, arms_selfplay, arms_smol, arms_verifiers
 from dev.experiments.arms import (DIALS, LISTS, PARTNERS, TASKS, Experiment, all_arms, arms_of, check_steps, chosen,
                                   experiment, setups_of)
+from dev.experiments.arms_questions import QUESTIONS
 from dev.experiments.arms_selfplay import FAMILIES
 from dev.experiments.arms_verifiers import VERIFIERS
 from dev.experiments.jobs import (Job, carry_out_all, check_made_alike, check_one_word, job_of, log_of, models_of,
@@ -44,7 +46,8 @@ OF_SMOL = ("sft_steps", "examples", "gsm8k_data", "device_type")
 # name: the flags that it has beside those of all, and the folder of its reports
 EXPERIMENTS = {"fig4": (OF_ARMS, "dev/curves"), "pays": (OF_ARMS, "dev/curves"),
                "selfplay": (("families",), "dev/curves/selfplay"), "verifiers": ((), "dev/curves/verifiers"),
-               "smol": (("steps", *OF_SMOL), "dev/curves/smol")}
+               "smol": (("steps", *OF_SMOL), "dev/curves/smol"),
+               "questions": (("questions",), "dev/curves/questions")}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -53,8 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("experiment", nargs="?", default="fig4",
                         help=f"one of: {', '.join(EXPERIMENTS)}; stands before all flags (default: %(default)s)")
     parser.add_argument("--seeds", default="1 2 3")
-    parser.add_argument("--arms", help="default: the main ones of fig4 and pays, all of one family, of verifiers or "
-                        "of smol; a family's baseline comes along")
+    parser.add_argument("--arms", help="default: the main ones of fig4 and pays, all of one family or question, of "
+                        "verifiers or of smol; a family's baseline comes along")
     parser.add_argument("--task", help=f"of fig4, one of: {', '.join(TASKS)}; default: chain")
     parser.add_argument("--start", help="of fig4: sft (default), or refine: after it a second SFT, of second attempts")
     parser.add_argument("--steps", help="of the generator, in fig4, pays and smol; default: the task's, the setting's, "
@@ -62,6 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dial", help=f"of pays, one or more of: {', '.join(DIALS)}; default: all")
     parser.add_argument("--settings", help="of one dial; default: all")
     parser.add_argument("--families", help=f"of selfplay, one or more of: {', '.join(FAMILIES)}; default: all")
+    parser.add_argument("--questions", help=f"of questions, one or more of: {', '.join(QUESTIONS)}; default: all")
     parser.add_argument("--sft-steps", type=at_least(1), help=f"of smol, of each SFT; default: {arms_smol.SFT_STEPS}")
     parser.add_argument("--examples", type=at_least(1), help=f"of smol: problems a step; default: {arms_smol.EXAMPLES}")
     parser.add_argument("--gsm8k-data", help="of smol: a folder with train.jsonl and test.jsonl in GSM8K's form, on "
@@ -101,6 +105,24 @@ def tables_of_families(args) -> list[Table]:
                   watched=family.watched, all_metrics=False) for name, family in FAMILIES.items() if name in arms]
 
 
+def tables_of_questions(args) -> list[Table]:
+    names = list(QUESTIONS) if args.questions is None else chosen("questions", args.questions, QUESTIONS)
+    arms = {name: list(QUESTIONS[name].arms) for name in names}
+    if args.arms is not None:
+        if len(names) != 1:
+            raise BadInput(f"--arms {args.arms}: of which question? Name one with --questions")
+        arms = {names[0]: chosen("arms", args.arms, arms[names[0]])}
+    return [table_of_question(name, arms[name]) for name in names]
+
+
+def table_of_question(name: str, arms: list[str]) -> Table:
+    of = QUESTIONS[name]
+    return Table(name, [arms_questions.experiment(arms)], words=of.words, baseline=of.baseline,
+                 watched=arms_questions.WATCHED, all_metrics=False, kept=(arms_questions.COST,),
+                 partners={arm: partner for arm, partner in of.arms.items() if partner},
+                 rows=lambda run: [arms_questions.row_of(name, run)])
+
+
 def tables_of_verifiers(args) -> list[Table]:
     names = list(VERIFIERS) if args.arms is None else chosen("arms", args.arms, VERIFIERS)
     e = arms_verifiers.experiment(names)
@@ -132,7 +154,7 @@ def tables_of_smol(args) -> list[Table]:
 
 
 TABLES = {"fig4": tables_of_arms, "pays": tables_of_arms, "selfplay": tables_of_families,
-          "verifiers": tables_of_verifiers, "smol": tables_of_smol}
+          "verifiers": tables_of_verifiers, "smol": tables_of_smol, "questions": tables_of_questions}
 
 
 def jobs_at_once() -> int:
@@ -164,7 +186,7 @@ def check_flags(args) -> None:
     check_one_word("NANOCHAT_BASE_DIR", base_dir())
     if args.list is not None:
         check_choices(args, {"list": (*LISTS, "flags")})
-    for flag in (*OF_ARMS, "families", *OF_SMOL):
+    for flag in (*OF_ARMS, "families", "questions", *OF_SMOL):
         if getattr(args, flag) is not None and flag not in EXPERIMENTS[args.experiment][0]:
             raise BadInput(f"--{flag.replace('_', '-')}: {args.experiment} has no such flag")
 
@@ -263,7 +285,7 @@ def main(args) -> None:
         print0(" ".join(LISTS[args.list]))
         return
     seeds, at_once, tables = seeds_of(args.seeds), jobs_at_once(), TABLES[args.experiment](args)
-    experiments = list({e.name: e for table in tables for e in table.experiments}.values())  # dials share a setting
+    experiments = [e for table in tables for e in table.experiments]  # what several share is made once
     stages = stages_of(experiments, seeds[:1] if args.list else seeds)
     if args.list:
         print0("\n".join(listed(args, stages, seeds[0])))

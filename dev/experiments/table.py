@@ -30,7 +30,8 @@ class Table(NamedTuple):
     baseline's; titles, own: columns of its own, and their texts for an arm and its seeds; scorings: (a run's name) ->
     jobs that score it when it is finished; rows: (run) -> the runs that it is in the table; alike: arms whose runs must
     be comparable by their flags; apart: arms of another start, which are compared with their partner alone; training:
-    (seeds) -> the runs that trained what the arms use, whose points go into <name>_training.csv."""
+    (seeds) -> the runs that trained what the arms use, whose points go into <name>_training.csv; kept: metrics that the
+    csv has beside what is watched."""
     name: str
     experiments: list[Experiment]
     folder: str = ""
@@ -48,6 +49,7 @@ class Table(NamedTuple):
     alike: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()
     training: Callable[[list[str]], list[Run]] = lambda seeds: []
+    kept: tuple[str, ...] = ()
 
 
 def less(values: dict[int, float | None], others: dict[int, float | None]) -> dict[int, float]:
@@ -142,7 +144,8 @@ def write_all(table: Table, runs: list[Run], out: str, first_line: str) -> str:
     for setting in dict.fromkeys(run.task for run in runs):
         of_setting = [run for run in runs if run.task == setting]
         path, rows = os.path.join(out, setting), tidy(of_setting)
-        write_csv([row for row in rows if table.all_metrics or row["metric"] in table.watched], f"{path}.csv")
+        write_csv([row for row in rows if table.all_metrics or row["metric"] in (*table.watched, *table.kept)],
+                  f"{path}.csv")
         draw_curves(of_setting, f"{path}.png", None if table.all_metrics and not table.compared else shown_of(table))
     about = f"{table.name}: {table.words}" if table.words else ""
     text = "\n\n".join(filter(None, [first_line, about, table_of(table, runs), provenance(runs)])) + "\n"

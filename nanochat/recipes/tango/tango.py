@@ -35,6 +35,7 @@ from nanochat.rl.measure.evals import PAIR_TABLE, scores_of_pair
 from nanochat.rl.measure.observe import observe
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import empty_verifier_prompt
+from tasks.common import Problem
 
 STATUS = ("works: against GRPO at equal steps, 19.4 ± 7.4 above it in the paper's use, and 24.5 ± 9.8 with the "
           "defaults, where both weigh wrong answers .1, for two to three times the tokens; the paper's other claim, "
@@ -66,10 +67,10 @@ def generator_turn(t: Play, earn: str):
         yield update
 
 
-def generator_step(t: Play, judge, earn: str = "steps"):
+def generator_step(t: Play, judge, earn: str = "steps", problems: list[Problem] | None = None):
     """M solutions of each problem, what a judge says of them, and an update of the generator (section 2). earn: what
-    that adds to the outcome, a reward for the "steps" or for the final "verdict"."""
-    solutions = t.solve("solutions", t.problems())
+    that adds to the outcome, a reward for the "steps" or for the final "verdict". problems: default: the next ones."""
+    solutions = t.solve("solutions", t.problems() if problems is None else problems)
     rewards = t.rewards(solutions)                                                                             # eq. 2
     judged = judge(t, solutions)
     alpha = exponential_decay(t.args.alpha_start, t.args.alpha_end, t.progress("generator"))
