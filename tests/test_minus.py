@@ -9,9 +9,9 @@ from nanochat.cli import parse_flags
 from nanochat.common import BadInput
 
 PAGE = Path(__file__).resolve().parent.parent / "dev" / "results" / "questions.md"
-# What stands after a row's csv: `arm` - `other` or its start, perhaps a metric, perhaps at its tokens; or `arm` falls.
+# What stands after a row's csv: `arm` - `other` or its start, perhaps a metric, perhaps at its tokens or cost; or falls
 SAYS = re.compile(r"\[csv\]\((?P<csv>[^)]+)\): `(?P<arm>[^`]+)` (?:- (?:`(?P<other>[^`]+)`|its start)"
-                  r"(?:, `(?P<metric>[^`]+)`)?(?P<tokens> at its tokens)?|(?P<falls>falls))")
+                  r"(?:, `(?P<metric>[^`]+)`)?(?: at its (?P<equal>tokens|cost))?|(?P<falls>falls))")
 CURVES = {  # arm -> seed -> (tokens, value)
     "long": {1: [(0, 0.1), (100, 0.5), (200, 0.4)], 2: [(0, 0.2), (100, 0.3), (300, 0.7)]},
     "short": {1: [(0, 0.1), (150, 0.4)], 2: [(0, 0.2), (200, 0.3)], 3: [(0, 0.0), (150, 0.9)]}}
@@ -21,6 +21,8 @@ CURVES = {  # arm -> seed -> (tokens, value)
 def path(tmp_path) -> str:
     rows = [f"t,{arm},{seed},0,{tokens},gen/pass1_in,{value}" for arm, seeds in CURVES.items()
             for seed, points in seeds.items() for tokens, value in points]
+    rows += [f"t,{arm},{seed},0,{tokens},cost/teraflops,{tokens / 100 if arm == 'long' else tokens / 150}"
+             for arm, seeds in CURVES.items() for seed, points in seeds.items() for tokens, _ in points]
     (tmp_path / "t.csv").write_text("\n".join(["task,arm,seed,step,sampled_tokens,metric,value", *rows]))
     return str(tmp_path / "t.csv")
 
@@ -35,6 +37,8 @@ def test_an_arm_less_another_at_the_end_at_its_tokens_and_less_its_start(path, c
     assert printed(capsys, path, "long", "short") == "+20.0 ± 254.1  (1: +0.0, 2: +40.0)"
     # at 150 tokens .45, at 200 tokens .5: +.05 and +.2
     assert printed(capsys, path, "long", "short", "--at-its-tokens") == "+12.5 ± 95.3  (1: +5.0, 2: +20.0)"
+    # at a cost of 1, 100 tokens, .5, and of 1.333, 133 tokens, .3 + .0667: less .4 and .3
+    assert printed(capsys, path, "long", "short", "--at-its-cost").endswith("(1: +10.0, 2: +6.7)")
     assert printed(capsys, path, "long") == "+40.0 ± 127.1  (1: +30.0, 2: +50.0)"
     assert printed(capsys, path, "short", "long", "--at-its-tokens") == "-  (no pairs)"  # it ended before
 
@@ -45,7 +49,8 @@ def test_a_run_that_ends_ten_points_below_its_best_has_fallen(path, capsys):
 
 @pytest.mark.parametrize("flags, words", [
     (["long", "--metric", "gen/entropy"], "has no gen/entropy of an arm long"), (["none"], "of an arm none"),
-    (["long", "short", "--falls"], "about one arm alone"), (["long", "--at-its-tokens"], "of which other arm")])
+    (["long", "short", "--falls"], "about one arm alone"), (["long", "--at-its-tokens"], "of which other arm"),
+    (["long", "--at-its-cost"], "of which other arm")])
 def test_what_there_is_not_is_one_line(path, flags, words):
     with pytest.raises(BadInput, match=words):
         minus.main(parse_flags(minus.make_parser(), [path, *flags]))
@@ -59,7 +64,8 @@ def test_a_file_that_is_no_csv_of_curves_is_one_line(tmp_path):
 
 
 def rows_of_the_page() -> list[list[str]]:
-    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    text, *_ = PAGE.read_text(encoding="utf-8").split("\n## ")
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines][2:]  # not the titles
 
 
@@ -72,10 +78,10 @@ def test_every_figure_of_the_open_questions_is_what_its_csv_says():
         elif not evidence.endswith("no csv"):
             said = SAYS.search(evidence)
             assert said and said.end() == len(evidence), f"{question}: {evidence}"
-            path, metric = str(PAGE.parent / said["csv"]), said["metric"] or minus.ACCURACY
-            arm = minus.curves_of(path, said["arm"], metric)
-            other = minus.curves_of(path, said["other"], metric) if said["other"] else None
-            found = minus.falls(arm) if said["falls"] else minus.minus(arm, other, bool(said["tokens"]))
+            path, metric, equal = str(PAGE.parent / said["csv"]), said["metric"] or minus.ACCURACY, said["equal"]
+            arm = minus.curves_of(path, said["arm"], metric, equal == "cost")
+            other = minus.curves_of(path, said["other"], metric, equal == "cost") if said["other"] else None
+            found = minus.falls(arm) if said["falls"] else minus.minus(arm, other, bool(equal))
             told = minus.told_falls(found) if said["falls"] else minus.told(found)
             if (told, num_of(seeds)) != (figure, len(found)):
                 wrong.append(f"{question}: {figure} of seeds {seeds}, the csv says {told} of {len(found)}")

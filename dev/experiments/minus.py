@@ -16,29 +16,34 @@ from nanochat.common import BadInput, print0
 from nanochat.rl.report.report import ACCURACY, height_at, paired
 
 FALL = 0.1  # below its best evaluation: a run that ends there has fallen
-Curves = dict[int, list[tuple[float, float]]]  # seed -> (tokens sampled in all, value) of each evaluation
+COST = "cost/teraflops"  # of run.sh questions
+Curves = dict[int, list[tuple[float, float]]]  # seed -> (tokens sampled in all, or cost; value) of each evaluation
 
 
-def curves_of(path: str, arm: str, metric: str = ACCURACY) -> Curves:
+def curves_of(path: str, arm: str, metric: str = ACCURACY, over_cost: bool = False) -> Curves:
     """An arm's curves in a csv of scripts.report. Raises BadInput where there are none."""
-    found: Curves = {}
+    found: dict[str, dict[int, dict[float, float]]] = {metric: {}, COST: {}}  # seed -> tokens -> value
     try:
         with open(path, newline="", encoding="utf-8") as f:
             for row in csv.DictReader(f):
-                if (row["arm"], row["metric"]) == (arm, metric):
-                    found.setdefault(int(row["seed"]), []).append((float(row["sampled_tokens"]), float(row["value"])))
+                if row["arm"] == arm and row["metric"] in found:
+                    points = found[row["metric"]].setdefault(int(row["seed"]), {})
+                    points[float(row["sampled_tokens"])] = float(row["value"])
     except OSError as error:
         raise BadInput(f"{path}: {error.strerror}") from None
     except (KeyError, TypeError, ValueError) as error:
         raise BadInput(f"{path}: is no csv of curves ({type(error).__name__}: {error})") from None
-    if not found:
-        raise BadInput(f"{path}: has no {metric} of an arm {arm}")
-    return found
+    for name in (metric, COST) if over_cost else (metric,):
+        if not found[name]:
+            raise BadInput(f"{path}: has no {name} of an arm {arm}")
+    return {seed: [(found[COST][seed][tokens] if over_cost else tokens, value) for tokens, value in points.items()]
+            for seed, points in found[metric].items()}
 
 
 def minus(arm: Curves, other: Curves | None, at_its_tokens: bool = False) -> dict[int, float]:
     """The last value less the other's, of each seed that both have; at_its_tokens: what the arm has when it has sampled
-    as many tokens as the other in all, on the line between evaluations. Without an other: less its own first value."""
+    as many tokens as the other in all, or has cost as much, on the line between evaluations. Without an other: less its
+    own first value."""
     if other is None:
         return {seed: points[-1][1] - points[0][1] for seed, points in arm.items()}
     found = {}
@@ -64,13 +69,14 @@ def told_falls(drops: dict[int, float]) -> str:
 
 
 def main(args) -> None:
-    if args.falls and (args.other or args.at_its_tokens):
+    equal = args.at_its_tokens or args.at_its_cost
+    if args.falls and (args.other or equal):
         raise BadInput("--falls: is about one arm alone")
-    if args.at_its_tokens and not args.other:
-        raise BadInput("--at-its-tokens: of which other arm?")
-    arm = curves_of(args.curves, args.arm, args.metric)
-    found = falls(arm) if args.falls else minus(
-        arm, curves_of(args.curves, args.other, args.metric) if args.other else None, args.at_its_tokens)
+    if equal and not args.other:
+        raise BadInput("--at-its-tokens, --at-its-cost: of which other arm?")
+    read = lambda arm: curves_of(args.curves, arm, args.metric, args.at_its_cost)
+    arm = read(args.arm)
+    found = falls(arm) if args.falls else minus(arm, read(args.other) if args.other else None, equal)
     by_seed = ", ".join(f"{seed}: {100 * value:+.1f}" for seed, value in found.items())
     print0(f"{(told_falls if args.falls else told)(found)}  ({by_seed or 'no pairs'})")
 
@@ -82,6 +88,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("other", nargs="?", help="what is subtracted; without it, the arm's own first value")
     parser.add_argument("--metric", default=ACCURACY, help="default: %(default)s")
     parser.add_argument("--at-its-tokens", action="store_true", help="where the arm had sampled the other's tokens")
+    parser.add_argument("--at-its-cost", action="store_true", help="where it had cost as many FLOPs as the other, of "
+                        "run.sh questions")
     parser.add_argument("--falls", action="store_true", help="seeds that end 10 points or more below their best "
                         "evaluation, and how far below")
     return parser
