@@ -22,7 +22,7 @@ NAME = "questions"
 OWN = "dev/experiments/recipes"
 RL = (f"--seed {{seed}} --device-type cpu {SMALL.problems} --lr 2e-4 --kl-coef 0 --examples-per-step 16 --num-steps 60 "
       "--eval-every 20 --eval-examples 400")
-SIZES = {"48": "--n-embd 48", "192": "--n-embd 192 --n-head 6"}  # a quarter, and four times the weights
+SIZES = {"64": "--depth 2 --n-embd 64 --n-head 2", "192": "--n-embd 192 --n-head 6"}  # .32 and 3.8 of the weights
 LEARNS = "--warmup-steps 10 --verifier-replay 0.5 --verifier-lr 1e-4"
 HOT = "--alpha-start 0.7 --alpha-end 0.7"  # constant, without a KL: what some runs collapse at
 LONG_HOT, FEW = f"{HOT} --num-steps 120", f"{HOT} --num-labelled 64"
@@ -116,8 +116,8 @@ QUESTIONS = {  # the most telling for its minutes first
     "gaming": Question("64 answers, verdicts weigh .7: a verifier grounded in answers, and one in itself", "few_grpo",
                        {"few_grpo": "", "few_fixed": "", "few_grounded": "few_fixed",
                         "few_ungrounded": "few_grounded"}),
-    "asymmetry": Question("verifiers of a quarter, the same and four times the generator's weights", "grpo",
-                          {"grpo": "", "fixed": "", "tango": "fixed", "fixed_48": "fixed", "tango_48": "fixed_48",
+    "asymmetry": Question("verifiers of .32, 1 and 3.8 times the generator's weights", "grpo",
+                          {"grpo": "", "fixed": "", "tango": "fixed", "fixed_64": "fixed", "tango_64": "fixed_64",
                            "fixed_192": "fixed", "tango_192": "fixed_192"}),
     "stability": Question("simultaneous updates, a KL, and no balance", "tango",
                           {"tango": "", "ng_1": "", "simultaneous": "ng_1", "tango_kl": "", "no_balance": ""}),
@@ -130,8 +130,8 @@ QUESTIONS = {  # the most telling for its minutes first
     "proposing": Question("a third model that proposes half of the problems", "tango", {"tango": "", "proposer": ""}),
     "lookup": Question("task lookup: letters stand for numbers", "lookup_grpo",
                        {"lookup_grpo": "", "lookup_fixed": "", "lookup_tango": "lookup_fixed", "lookup_gold": ""}),
-    "width_48": Question("both models of width 48", "grpo_width_48",
-                         {"grpo_width_48": "", "fixed_width_48": "", "tango_width_48": "fixed_width_48"}),
+    "width_64": Question("both models of 2 layers of width 64", "grpo_width_64",
+                         {"grpo_width_64": "", "fixed_width_64": "", "tango_width_64": "fixed_width_64"}),
     "width_192": Question("both models of width 192", "grpo_width_192",
                           {"grpo_width_192": "", "fixed_width_192": "", "tango_width_192": "fixed_width_192"}),
     "pressure": Question("alpha .7, constant, 120 steps: what collapses", "hot_fixed",
