@@ -101,26 +101,26 @@ SYSTEMS = {
     "ppo": System(),
     "prime": System(),
     "critique_grpo": System(every=6),
-    "critique_grpo_verifier": System(every=4),
+    "critique_grpo_verifier": System(),
     "score": System("--stage1-steps 10", every=6),
     "marti": System(every=6),
     "progress_rewards": System("--continuations 4 --best-of 2", every=2),
     "simulated_judge": System("--judge-flips 0.25", given="answers, 1 in 4 flipped"),
-    "tango": System(f"--warmup-steps 10 {BALANCED}", tasks=(*ALL, "words"), every=4),
+    "tango": System(f"--warmup-steps 10 {BALANCED}", tasks=(*ALL, "words")),
     "tango_paper": System(f"--warmup-steps 10 {BALANCED} --step-rewards verdicts --credit to_go --negative-weight 1 "
-                          "--no-verify-distinct", "tango", tasks=("chain", "mixture", "words"), every=4),
-    "fixed_verifier": System(tasks=(*ALL, "words"), every=6),
-    "fixed_generator": System(BALANCED, judge="analysed", every=6),
+                          "--no-verify-distinct", "tango", tasks=("chain", "mixture", "words")),
+    "fixed_verifier": System(tasks=(*ALL, "words")),
+    "fixed_generator": System(BALANCED, judge="analysed"),
     "gold_steps": System(given=GOLD, tasks=(*ALL, "rewrite", "words")),
-    "outcome_verifier": System(f"--warmup-steps 10 {BALANCED}", every=4),
+    "outcome_verifier": System(f"--warmup-steps 10 {BALANCED}"),
     "refit": System("--verifier-lr 1e-3"),
-    "self_verify": System(tasks=ALL, every=6),
+    "self_verify": System(tasks=ALL),
     "cooper": System("--rm-pretrain 20"),
     "orm": System(SUPERVISED, judge="end", every=100),
     "prm": System(SUPERVISED, given=GOLD, judge="steps", every=100),
     "genrm": System(SUPERVISED, judge="verdict", every=100),
-    "genprm": System(given=GOLD, judge="analysed", every=6),
-    "critic_rm": System(judge="analysed", every=6),
+    "genprm": System(given=GOLD, judge="analysed"),
+    "critic_rm": System(judge="analysed"),
     "gram": System(SUPERVISED, judge="preferred", form="pair", tasks=("chain",), every=100),
     "think_rm": System("--num-solutions 8", judge="pair", form="pair", tasks=("chain",), every=3),
     "rm_r1": System("--num-solutions 8", judge="solve_pair", form="solve_pair", tasks=("chain",), every=3),
@@ -128,11 +128,11 @@ SYSTEMS = {
     "alphaproof": System(tasks=("chain", "mixture", "rewrite")),
     "spin": System("--iteration-steps 20", given="demonstrations", rates=("1e-5", "3e-5", "1e-4")),
     "ttrl": System(given=NOTHING, tasks=ALL),
-    "coverrl": System(given=NOTHING, tasks=ALL, every=6),
-    "self_rewarding": System("--iteration-steps 10", given=NOTHING, every=4),
+    "coverrl": System(given=NOTHING, tasks=ALL),
+    "self_rewarding": System("--iteration-steps 10", given=NOTHING),
     "constitutional_ai": System("--sl-steps 15", given="principles", tasks=("chain",), every=6),
-    "multi_agent_evolve": System("--num-samples 4", given=NOTHING, tasks=("chain",), every=6),
-    "medvlsynther": System(given=NOTHING, tasks=("chain",), every=6),
+    "multi_agent_evolve": System("--num-samples 4", given=NOTHING, tasks=("chain",)),
+    "medvlsynther": System(given=NOTHING, tasks=("chain",)),
     "search_r1": System(tasks=("lookup",)),
     "r1_searcher": System("--stage1-steps 20", tasks=("lookup",)),
     "ssrl": System(tasks=("lookup",)),
@@ -239,7 +239,7 @@ def run_flags(name: str, task: Task, budget: int, rate: str) -> str:
         trained = f"{{train_{name}}}-ver --verifier-source rl"
         recipe, flags = "fixed_verifier", f"--judge {system.judge} --step-rewards verdicts --judged-samples 1"
         own = f"--model-tag {{start}} --verifier-tag {trained} {task.verdict}"
-    every = 6 if system.judge else system.every
+    every = 12 if system.judge else system.every
     return (f"--recipe {recipe} {own} --seed {{seed}} --device-type cpu {task.problems} {RL} --eval-every {every} "
             f"{task.rl} --token-budget {budget - sum(allowances(name, budget))} {flags} --lr {rate}")
 
