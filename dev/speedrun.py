@@ -101,11 +101,11 @@ def score_on_chain(base: Path, seed: int) -> float:
 
 WORDS = ["-a", "reasoning_gym", "--reasoning-gym-name", "gsm_symbolic", "--reasoning-gym-options",
          "--reasoning-gym-format", "lines", "--reasoning-gym-most-lines", "2", "--split", "test_out", "-x", "200",
-         "-m", "96", "-t", "1", "-n", "8"]
+         "-m", "96", "-t", "1", "-n", "2"]
 
 
 def score_on_words(base: Path, seed: int) -> float:
-    """Sampled pass@1 on 200 problems of templates that are trained on by nobody, 8 samples each. Raises Failed."""
+    """pass@1 of two samples each of 200 problems, of templates that nobody trains on. Raises Failed."""
     left_behind(base)
     return score(base, ["-i", "rl", "-g", GENERATOR], WORDS, seed)
 
@@ -133,7 +133,7 @@ BOARDS = {
     "minutes": Board((0, 1, 2, 3, 4), 60, score_on_chain, None, lambda r: r.seconds, statistics.median,
                      lambda new, old: new < old, "s"),
     "points": Board((0, 1, 2), 30, score_on_words, start_on_words, lambda r: r.after - r.before, statistics.mean,
-                    lambda new, old: new > old, "points"),
+                    lambda new, old: new >= old + 1, "points"),
 }
 
 

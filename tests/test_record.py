@@ -186,10 +186,10 @@ def test_only_what_beats_the_last_record_is_added(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(judge.write_rows, "__defaults__", (judge.TABLE,))
     judge.PAGE.write_text("".join(f"<!-- board {name} -->\n<!-- end of it -->\n" for name in judge.BOARDS))
     judge.write_rows([])
-    for board, figures in (("minutes", ("90.00", "91.00", "89.99", "89.99")), ("points", ("1.00", "0.50", "1.01"))):
+    for board, figures in (("minutes", ("90.00", "91.00", "89.99", "89.99")), ("points", ("1.00", "1.99", "2.00"))):
         for figure in figures:
             judge.add_record(row(board, figure))
-    assert [r["figure"] for r in judge.read_rows()] == ["90.00", "89.99", "1.00", "1.01"]
+    assert [r["figure"] for r in judge.read_rows()] == ["90.00", "89.99", "1.00", "2.00"]
     assert capsys.readouterr().out.count("no record") == 3
     assert judge.PAGE.read_text() == judge.with_boards(judge.PAGE.read_text(), judge.read_rows())
     assert "| 2 | 1.50 | 91 90 89 | 90.0 95.2 99.0 |" in judge.PAGE.read_text()
