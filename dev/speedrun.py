@@ -217,7 +217,7 @@ def commit() -> str:
 def machine() -> str:
     """The model of the CPU, and how many cores there are."""
     found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return f"{' '.join(found[1].split()) if found else 'CPU'}, {NUM_CORES} of {os.cpu_count()} cores"
+    return f"{' '.join(found[1].split()) if found else 'CPU'} ({NUM_CORES} of {os.cpu_count()} cores)"
 
 
 def shown(values: list[float | None], digits: int) -> str:
@@ -357,7 +357,7 @@ def run(args) -> None:
         sys.exit(1)
     row = row_of(args.board, name, results, datetime.date.today().isoformat())
     print0(f"{board.middle.__name__} {row['figure']} {board.unit}")
-    print0(",".join(row.values()))
+    csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n").writerow(row)
     if args.record:
         add_record(row)
 
