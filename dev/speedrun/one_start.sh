@@ -14,7 +14,7 @@ SEED = ["--seed", os.environ["SEED"]]
 MODEL = [*SEED, "--model-tag", "chain", "--device-type", "cpu"]
 SFT = """--role generator --depth 4 --n-embd 128 --n-head 4 --num-steps 550 --matrix-lr 6e-3 --embedding-lr 1.2e-2
     --warmup-ratio 0.03 --eval-examples 0 --save-every 0"""
-RL = """--run speedrun --recipe grpo --num-steps 45 --lr 4e-4 --negative-weight 0.1 --kl-coef 0 --eval-examples 2
+RL = """--run speedrun --recipe grpo --num-steps 60 --lr 4e-4 --negative-weight 0.1 --kl-coef 0 --eval-examples 2
     --save-every 0 --log-rollouts 0"""
 
 init_device("cpu")
