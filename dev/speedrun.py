@@ -117,8 +117,9 @@ def start_on_words(base: Path, seed: int) -> float:
 # Boards
 
 class Board(NamedTuple):
-    """What is measured. minutes: an attempt that takes longer has failed; imports: whether the imported model is there
-    when it starts; middle: of the seeds' figures."""
+    """What is measured. minutes: an attempt that takes longer has failed; after, before: scores of a base directory with
+    a seed, the second one of the imported model that an attempt starts from, None where there is none; middle: of the
+    figures of the seeds."""
     seeds: tuple[int, ...]
     minutes: float
     after: Callable
