@@ -117,8 +117,8 @@ def start_on_words(base: Path, seed: int) -> float:
 # Boards
 
 class Board(NamedTuple):
-    """What is measured. minutes: an attempt that takes longer has failed; after, before: scores of a base directory with
-    a seed, the second one of the imported model that an attempt starts from, None where there is none; middle: of the
+    """What is measured. minutes: an attempt that takes longer has failed; after, before: the score of a base directory
+    with a seed, before of the imported model that an attempt starts from, None where there is none; middle: of the
     figures of the seeds."""
     seeds: tuple[int, ...]
     minutes: float
