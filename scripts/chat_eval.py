@@ -23,7 +23,7 @@ from nanochat.engine import check_temperature, pad_prompts
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.measure.scores import majority, outcome_of, pass_at_k, share_of
 from nanochat.rl.play.sampling import Sampler
-from nanochat.rl.records.outcomes import answers_of, counted_outcomes, labels_of, lenient_outcomes, problems_of
+from nanochat.rl.records.outcomes import ENDLESS, answers_of, counted_outcomes, labels_of, lenient_outcomes, problems_of
 from nanochat.rl.records.prompts import check_prompts_fit
 from nanochat.storage.files import check_writable, found_at, make_folder, read_json, write_json
 from scripts.verifier_eval import load_generator
@@ -36,16 +36,27 @@ PROMPT_END = 400  # characters of a prompt that --show shows
 
 def make_parser():
     parser = new_parser(__doc__)
-    parser.add_argument("-i", "--source", choices=["sft", "rl"], required=True, dest="generator_source",
-                        help="stage of the checkpoint")
+    add_generation_args(parser)
     parser.add_argument("-a", "--task-name", default="",
                         help=f"tasks, separated by |, of {', '.join([*TASKS, *CHOICE_SETS])}; "
                              f"default: the checkpoint's")
+    parser.add_argument("--split", choices=list(SPLITS), help="of tasks; default: all that there are")
+    parser.add_argument("--choices", default="",
+                        help="file of the multiple-choice set, in place of the one that datasets loads")
+    parser.add_argument("--show", type=at_least(0, int, 10 ** 6), default=0,
+                        help="problems per task and split of which the end of the prompt, the first completion, the "
+                             "answer that is read from it and the gold one are printed")
+    return parser
+
+
+def add_generation_args(parser) -> None:
+    """Flags of a checkpoint that solves problems of tasks, and of how. Those of tasks are None unless given."""
+    parser.add_argument("-i", "--source", choices=["sft", "rl"], required=True, dest="generator_source",
+                        help="stage of the checkpoint")
     parser.add_argument("-g", "--model-tag", default="", dest="generator_tag", help="default: the largest d<N>")
     parser.add_argument("-s", "--step", type=at_least(-1), default=-1, help="-1 = the last")
     parser.add_argument("-x", "--max-problems", type=at_least(1, int, 10 ** 6, also=-1), default=-1,
-                        help="problems per task and split; -1 = all there are, 400 of tasks that make their own")
-    parser.add_argument("--split", choices=list(SPLITS), help="of tasks; default: all that there are")
+                        help=f"problems per task and split; -1 = all there are, {ENDLESS} of tasks that make their own")
     parser.add_argument("-t", "--temperature", type=float, default=0.0, help="0 = greedy")
     parser.add_argument("-m", "--max-new-tokens", type=at_least(1, also=-1), default=-1,
                         help="-1 = as in the checkpoint's training, else 256")
@@ -56,17 +67,17 @@ def make_parser():
                         help="solutions may call the calculator")
     parser.add_argument("--max-rows", type=at_least(1), default=256,
                         help="rows that decode together; changes memory, no result")
-    parser.add_argument("--choices", default="",
-                        help="file of the multiple-choice set, in place of the one that datasets loads")
-    parser.add_argument("--out", default="", help="file for the scores, as JSON")
-    parser.add_argument("--show", type=at_least(0, int, 10 ** 6), default=0,
-                        help="problems per task and split of which the end of the prompt, the first completion, the "
-                             "answer that is read from it and the gold one are printed")
+    parser.add_argument("--out", default="", metavar="FILE.json", help="file for the scores, as JSON")
     add_device_arg(parser)
     parser.add_argument("--seed", type=int, default=None, help="default: the checkpoint's")
     add_task_args(parser)
     parser.set_defaults(**dict.fromkeys(task_flags()))
-    return parser
+
+
+def sampler_of(args, task, tokenizer) -> Sampler:
+    """What samples solutions of a task as these flags say."""
+    return Sampler(task, tokenizer, args.seed, args.max_new_tokens, 0, args.temperature or 1.0, args.top_k,
+                   calculator=args.calculator and tokenizer.has_calculator, max_rows=args.max_rows)
 
 
 def solve(args, task, split: str, model, sampler, device) -> list[dict]:
@@ -178,9 +189,7 @@ def load_tasks(args) -> dict:
 
 def evaluate_task(args, name: str, task, model, tokenizer, device) -> dict[str, dict]:
     """Prints a generative task's scores on --split or both, a mixture's also by part. -> those of each split"""
-    sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, 0, args.temperature or 1.0, args.top_k,
-                      calculator=args.calculator and tokenizer.has_calculator, max_rows=args.max_rows)
-    scores = {}
+    sampler, scores = sampler_of(args, task, tokenizer), {}
     for split, words in SPLITS.items():
         if args.split not in (None, split):
             continue
@@ -223,18 +232,34 @@ def letter_token(tokenizer, letter: str) -> int:
     return tokens[0]
 
 
-def is_scores(path: str) -> bool:
-    """Whether a file is what this script writes."""
+def check_generation(args) -> None:
+    """Raises BadInput for what a generator cannot be asked."""
+    if 0 <= args.max_problems < rank_and_world()[1]:
+        raise BadInput(f"-x {args.max_problems}: must be at least 1 per rank, or -1")
+    check_temperature("--temperature", args.temperature)
+    if args.temperature == 0 and args.num_samples > 1:
+        raise BadInput(f"-n {args.num_samples}: greedy samples are all the same; give -t above 0")
+
+
+def check_out(path: str, keys: set[str]) -> None:
+    """Raises BadInput unless scores can be written there: a new file, or one that has just these keys, as an earlier
+    result has."""
+    check_writable(os.path.dirname(os.path.abspath(path)))
+    if os.path.isdir(path):
+        raise BadInput(f"--out {path}: is a folder")
+    if os.path.exists(path) and not has_keys(path, keys):
+        raise BadInput(f"--out {path}: is there, and no earlier result of this script; take another name")
+
+
+def has_keys(path: str, keys: set[str]) -> bool:
     try:
-        return read_json(path).keys() == {"tag", "step", "seed", "tasks"}
+        return read_json(path).keys() == keys
     except BadInput:
         return False
 
 
 def check_args(args) -> None:
-    if 0 <= args.max_problems < rank_and_world()[1]:
-        raise BadInput(f"-x {args.max_problems}: must be at least 1 per rank, or -1")
-    check_temperature("--temperature", args.temperature)
+    check_generation(args)
     if args.task_name and args.task:
         raise BadInput(f"--task {args.task}: -a {args.task_name} names what is evaluated")
     asked = args.task_name or args.task or ""
@@ -243,14 +268,8 @@ def check_args(args) -> None:
     unknown = [name for name in asked.split("|") if asked and not is_task(name) and name not in CHOICE_SETS]
     if unknown:
         raise BadInput(f"-a {asked}: {unknown[0]!r} is not a task; there are {', '.join([*TASKS, *CHOICE_SETS])}")
-    if args.temperature == 0 and args.num_samples > 1:
-        raise BadInput(f"-n {args.num_samples}: greedy samples are all the same; give -t above 0")
     if args.out:
-        check_writable(os.path.dirname(os.path.abspath(args.out)))
-        if os.path.isdir(args.out):
-            raise BadInput(f"--out {args.out}: is a folder")
-        if os.path.exists(args.out) and not is_scores(args.out):
-            raise BadInput(f"--out {args.out}: is there, and no earlier result of this script; take another name")
+        check_out(args.out, {"tag", "step", "seed", "tasks"})
     for flag in ("split", "show"):
         if (value := getattr(args, flag)) and asked and not any(map(is_task, asked.split("|"))):
             raise BadInput(f"--{flag} {value}: is of tasks, and -a {asked} names none")

@@ -42,6 +42,7 @@ class MathSet(NamedTuple):
 MATH_500 = "HuggingFaceH4/MATH-500:test"
 SETS = {
     "math": MathSet(TO_TRAIN, ("DigitalLearningGmbH/MATH-lighteval:train", MATH_500), ("train", "test500")),
+    "math500": MathSet(TO_TEST, (MATH_500,), ("test500",)),
     "eurus": MathSet(TO_TRAIN, ("PRIME-RL/Eurus-2-RL-Data:train", "PRIME-RL/Eurus-2-RL-Data:validation", MATH_500),
                      ("train", "validation")),
     "aime": MathSet(TO_TEST, ("HuggingFaceH4/aime_2024:train", "math-ai/aime25:test"), ("aime24", "aime25")),
