@@ -32,7 +32,7 @@ from nanochat.rl.records.prompts import check_prompts_fit
 from nanochat.storage.files import found_at, make_folder, write_json
 from scripts import chat_eval, verifier_eval
 from tasks import TASKS, format_of, make_task
-from tasks.formats import PAPER, PROMPTS, with_prompts
+from tasks.formats import FORMATS, PAPER, PROMPTS, with_prompts
 from tasks.processbench import HUB, load_processbench
 
 
@@ -57,6 +57,10 @@ BENCHMARKS = {
 AVERAGED, PAPER_AVERAGE = ("math500", "aime24", "aime25", "amc", "olympiad"), 46.1
 PAPER_OF = {**dict.fromkeys((*AVERAGED, "average"), "GRPO + Tango, Qwen2.5-Math-7B, 200 steps; greedy pass@1"),
             "processbench": "its verifier, Qwen2.5-7B; F1, mean of four subsets"}
+NOTES = ("Percent, with 95% intervals over problems: Wilson's, the samples of a problem as a cluster; of F1 the",
+         "bootstrap. Last number: of samples whose answer is a number, those whose last number it is. Cut:",
+         "completions that did not end; they count as wrong. Paper: RL Tango, arXiv 2505.15034.")
+OF_VERIFIER = {"processbench", "verifier_tag", "verifier_source", "verifier_prompt", "format"}  # flags
 
 
 class NotRun(NamedTuple):
@@ -74,6 +78,7 @@ def make_parser():
                         help="a .jsonl, .json or .parquet file, a folder of them, or a hub name; -x is per subset")
     parser.add_argument("--verifier-tag", default="", help="the verifier's checkpoint; default: no ProcessBench")
     parser.add_argument("--verifier-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
+    parser.add_argument("--format", choices=list(FORMATS), help="of ProcessBench; default: the verifier's own")
     parser.set_defaults(show=0)
     return parser
 
@@ -84,12 +89,12 @@ def check_args(args) -> None:
         raise BadInput(f"--task {args.task}: --benchmarks names what is evaluated")
     args.benchmarks = list(dict.fromkeys(args.benchmarks))
     used = {BENCHMARKS[name].task for name in args.benchmarks}
-    if not args.verifier_tag and (lost := args.explicit & {"processbench", "verifier_source", "verifier_tag"}):
-        raise BadInput(f"--{min(lost).replace('_', '-')}: ProcessBench asks a verifier; name it with --verifier-tag")
-    if "processbench" not in used and (lost := args.explicit & {"processbench", "verifier_source", "verifier_tag"}):
-        raise BadInput(f"--{min(lost).replace('_', '-')}: is for benchmark processbench, which --benchmarks leaves out")
-    if lost := [flag for flag in args.explicit for task in TASKS.keys() - used if flag.startswith(f"{task}_")]:
+    lost = {flag for flag in args.explicit for task in TASKS.keys() - used if flag.startswith(f"{task}_")}
+    lost |= args.explicit & OF_VERIFIER if "processbench" not in used else set()
+    if lost:
         raise BadInput(f"--{min(lost).replace('_', '-')}: is for no benchmark of {', '.join(args.benchmarks)}")
+    if args.explicit & OF_VERIFIER and not args.verifier_tag:
+        raise BadInput(f"--{min(args.explicit & OF_VERIFIER).replace('_', '-')}: needs --verifier-tag")
     if args.out:
         chat_eval.check_out(args.out, {"tag", "step", "seed", "flags", "benchmarks"})
 
@@ -109,20 +114,16 @@ def prepared(args, name: str, device, load):
 
 
 def prepare_task(args, name: str, model, tokenizer, device):
-    """A benchmark's task, or NotRun. Raises BadInput."""
+    """A benchmark's task, or NotRun, also where a problem does not fit the model's context. Raises BadInput."""
     benchmark = BENCHMARKS[name]
-    wanted = argparse.Namespace(**vars(args) | {"task": benchmark.task})
-    task = prepared(args, name, device, partial(make_task, wanted))
+    task = prepared(args, name, device, partial(make_task, argparse.Namespace(**vars(args) | {"task": benchmark.task})))
     if isinstance(task, NotRun):
         return task
+    problems = [p.prompt for split in benchmark.splits for p in problems_of(task, split, args.max_problems)]
+    if not problems:
+        return NotRun("no data", f"--{benchmark.source.replace('_', '-')} names no file of it")
     try:
-        for split in benchmark.splits:
-            task.problem(split, 0)  # there must be some
-    except BadInput as error:
-        return NotRun("no data", str(error))
-    try:
-        prompts = [p.prompt for split in benchmark.splits for p in problems_of(task, split, args.max_problems)]
-        check_prompts_fit(tokenizer, task.fmt, prompts, {"generator": model.config.sequence_len}, args.max_new_tokens,
+        check_prompts_fit(tokenizer, task.fmt, problems, {"generator": model.config.sequence_len}, args.max_new_tokens,
                           0)
     except BadInput as error:
         return NotRun("too long", str(error))
@@ -147,7 +148,7 @@ def prepare_judge(args, tokenizer, device):
         return samples
     where = found_at(args.verifier_source, args.verifier_tag,
                      f"meta_{find_step(args.verifier_source, args.verifier_tag):06d}.json")
-    fmt = format_of(load_meta(where)[0]["user_config"], where) or PAPER
+    fmt = FORMATS[args.format] if args.format else format_of(load_meta(where)[0]["user_config"], where) or PAPER
     asked = parse_flags(verifier_eval.make_parser(), [
         "--verifier-tag", args.verifier_tag, "--verifier-source", args.verifier_source, "--processbench",
         args.processbench, "--max-examples", str(args.max_problems), "--max-rows", str(args.max_rows),
@@ -213,19 +214,13 @@ def cell(row: dict, name: str) -> str:
 def table_lines(args, rows: dict[str, dict], heading: str) -> list[str]:
     """The table, and below it what it is of and what was not run."""
     maj = [f"maj@{args.num_samples}"] if args.num_samples > 1 else []
-    shown = []
-    for name, row in rows.items():
-        score = row["not_run"] if "not_run" in row else f"F1 {cell(row, 'f1')}" if "f1" in row else cell(row, "pass@1")
-        shown.append([name, str(row.get("problems", "-")), score, *(cell(row, other) for other in maj),
-                      cell(row, "lenient"), str(row.get("cut", "-")),
-                      "-" if row["paper"] is None else f"{row['paper']:.1f}", row["paper_of"]])
+    scored = lambda row: row.get("not_run") or (f"F1 {cell(row, 'f1')}" if "f1" in row else cell(row, "pass@1"))
+    cells = [[name, str(row.get("problems", "-")), scored(row), *(cell(row, score) for score in (*maj, "lenient")),
+              str(row.get("cut", "-")), f"{row['paper'] or '-'}", row["paper_of"]] for name, row in rows.items()]
     missing = {name: row for name, row in rows.items() if "not_run" in row}
-    return [heading, *table(["benchmark", "problems", "pass@1", *maj, "last number", "cut", "paper",
-                             "the paper's figure is of"], shown), "",
-            "Percent, with 95% intervals over problems: Wilson's, samples of one problem as a cluster; of F1 the "
-            "bootstrap.", "Last number: of samples whose answer is a number, those whose last number it is. Cut: completions "
-            "that did not end; they count as wrong.", "Paper: RL Tango, arXiv 2505.15034, of 7B models.", "",
-            f"{len(rows.keys() - missing - {'average'})} of {len(args.benchmarks)} benchmarks were run.",
+    return [heading, *table(["benchmark", "problems", "pass@1", *maj, "last number", "cut", "paper", "which is of"],
+                            cells), "", *NOTES, "",
+            f"{len(args.benchmarks) - len(missing)} of {len(args.benchmarks)} benchmarks were run.",
             *(f"- {name}, {row['not_run']}: {row['reason']}" for name, row in missing.items())]
 
 
