@@ -88,11 +88,9 @@ def check_args(args) -> None:
     if "task" in args.explicit:
         raise BadInput(f"--task {args.task}: --benchmarks names what is evaluated")
     args.benchmarks = list(dict.fromkeys(args.benchmarks))
-    used = {BENCHMARKS[name].task for name in args.benchmarks}
-    lost = {flag for flag in args.explicit for task in TASKS.keys() - used if flag.startswith(f"{task}_")}
-    lost |= args.explicit & OF_VERIFIER if "processbench" not in used else set()
-    if lost:
-        raise BadInput(f"--{min(lost).replace('_', '-')}: is for no benchmark of {', '.join(args.benchmarks)}")
+    others = TASKS.keys() - {benchmark.task for benchmark in BENCHMARKS.values()}
+    if lost := [flag for flag in args.explicit for task in others if flag.startswith(f"{task}_")]:
+        raise BadInput(f"--{min(lost).replace('_', '-')}: is of no benchmark; there are {', '.join(BENCHMARKS)}")
     if args.explicit & OF_VERIFIER and not args.verifier_tag:
         raise BadInput(f"--{min(args.explicit & OF_VERIFIER).replace('_', '-')}: needs --verifier-tag")
     if args.out:
@@ -207,7 +205,7 @@ def cell(row: dict, name: str) -> str:
         return "-"
     interval = row["intervals"].get(name)
     bounds = " [" + ", ".join(f"{100 * bound:.1f}" for bound in interval) + "]" if interval else ""
-    some = f" of {row['lenient_of']}" if name == "lenient" else ""  # others have no number as their answer
+    some = f" of {row['lenient_of']}" if name == "lenient" else ""  # samples; others' answers are no numbers
     return f"{100 * row[name]:.1f}{some}{bounds}"
 
 

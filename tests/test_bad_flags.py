@@ -25,9 +25,9 @@ from nanochat.dataloader import open_rows
 from nanochat.hf.files import read_model
 from nanochat.rl.learn import roles
 from nanochat.rl.run import prepare
-from scripts import (base_eval, base_train, chat_cli, chat_eval, chat_rl, chat_sft, demo, hf_export, hf_import,
-                     hf_random, label_steps, plan_cost, plan_memory, report, tango_rl, task_text, tok_eval, tok_train,
-                     verifier_eval)
+from scripts import (base_eval, base_train, chat_cli, chat_eval, chat_rl, chat_sft, demo, eval_suite, hf_export,
+                     hf_import, hf_random, label_steps, plan_cost, plan_memory, report, tango_rl, task_text, tok_eval,
+                     tok_train, verifier_eval)
 from tasks import TASKS, task_flags
 
 HUGE = str(10 ** 15)
@@ -67,6 +67,8 @@ CALLS = {
     chat_eval: ([*CPU, "-g", "tiny", "-i", "sft", "-x", "1"], ["Sampler", "letter_accuracy"]),
     chat_sft: ([*TASK_FLAGS, *NEW, "--role", "generator"], ["begin_run"]),
     demo: (["r", *CPU], ["solve"]),
+    eval_suite: ([*CPU, "-g", "tiny", "-i", "sft", "-x", "1", "--verifier-tag", "tiny-ver", "--benchmarks",
+                  "last_letter", "processbench"], ["solved_row", "judged_row"]),
     hf_export: (["--model-tag", "imported", "--stage", "sft", "--to", "to"], ["claim_repo", "load_model"]),
     hf_import: (["--source", "model", "--model-tag", "new"], ["keep_tokenizer"]),
     hf_random: (["--to", "to", "--n-layer", "1", "--n-embd", "32", "--vocab-size", "300"], ["allocate"]),
@@ -226,8 +228,8 @@ def test_a_base_folder_that_is_none_is_no_traceback(damage, place, monkeypatch, 
               for script, (flags, _) in CALLS.items()}
     assert set(became.values()) == {"taken", "refused"}, became
     if damage is no_folder:
-        needed = {"base_eval", "base_train", "chat_cli", "chat_eval", "chat_sft", "demo", "hf_export", "hf_import",
-                  "label_steps", "report", "run", "step_retry", "tok_eval", "tok_train", "verifier_eval",
+        needed = {"base_eval", "base_train", "chat_cli", "chat_eval", "chat_sft", "demo", "eval_suite", "hf_export",
+                  "hf_import", "label_steps", "report", "run", "step_retry", "tok_eval", "tok_train", "verifier_eval",
                   "verify_or_sample"}
         assert {name.rpartition(".")[2] for name in became if became[name] == "refused"} == needed
 
