@@ -121,6 +121,7 @@ def wilson_by_hand(p: float, trials: int) -> tuple[float, float]:
     ([0] * 4, 1, (0.0, 0.4899)), ([1] * 4, 8, (0.5101, 1.0)),  # 3.8415 / (4 + 3.8415)
     ([1, 0, 0.5, 0.5], 2, (0.2152, 0.7848)),          # variance 1/8, half of 1/4: two trials each, 4 of 8
     ([0.5] * 4, 2, (0.2152, 0.7848)),                 # all alike: at most as many trials as samples
+    ([0.5] * 5 + [1], 2, (0.3195, 0.8067)),           # nearly: 7 of 12
     ([1, 1, 0, 0], 8, (0.1500, 0.8500))])             # samples that are all alike add nothing: 2 of 4
 def test_wilsons_interval_with_samples_in_clusters(shares, num_samples, expected):
     assert wilson(shares, num_samples) == pytest.approx(expected, abs=6e-5)
@@ -146,12 +147,12 @@ def test_a_mean_of_benchmarks_adds_the_distances_to_the_bounds_as_squares():
 
 
 def test_the_bootstrap_of_f1_by_the_quantiles_of_the_binomial():
-    """Of 10 wrong solutions 5 are found, all of 30 right ones are left alone: 2 to 8 of Binomial(10, 1/2) have 2.1% and
-    less beyond them, and F1 is 2 * .2 / 1.2 to 2 * .8 / 1.8. With a subset of certain F1 1 it is half of that."""
+    """Of 8 wrong solutions 4 are found, all of 30 right ones are left alone. Of Binomial(8, 1/2) .4% are below 1 and
+    3.5% below 2: it is 1 to 7, and F1 2 * .125 / 1.125 to 2 * .875 / 1.875. A subset of certain F1 1 halves that."""
     sure = {"n": 4, "num_error": 2, "error_acc": 1.0, "correct_acc": 1.0}
-    half = {"n": 40, "num_error": 10, "error_acc": 0.5, "correct_acc": 1.0}
-    assert bootstrap_f1([half], 0) == pytest.approx((1 / 3, 8 / 9))
-    assert bootstrap_f1([half, sure], 1) == pytest.approx((2 / 3, 17 / 18))
+    half = {"n": 38, "num_error": 8, "error_acc": 0.5, "correct_acc": 1.0}
+    assert bootstrap_f1([half], 0) == pytest.approx((2 / 9, 14 / 15))
+    assert bootstrap_f1([half, sure], 1) == pytest.approx((11 / 18, 29 / 30))
     assert bootstrap_f1([half | {"error_acc": 0.0}], 0) is None and bootstrap_f1([sure], 0) is None
 
 
