@@ -98,6 +98,7 @@ def lm_eval_rows(folder: str) -> dict[tuple[int, str], dict]:
 def compare(args) -> None:
     ours = [row for _, row in json_lines(os.path.join(args.folder, "problems.jsonl"))]
     theirs, tokenizer = lm_eval_rows(args.folder), Tokenizer.from_file(os.path.join(args.exported, "tokenizer.json"))
+    ours = ours[:1 + max(doc for doc, _ in theirs)]  # lm-eval's --limit takes the first
     num, same_ids, same_text, differing = len(ours), 0, 0, []
     for i, row in enumerate(ours):
         logged = theirs[i, "strict-match"]
