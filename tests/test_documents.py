@@ -176,7 +176,7 @@ def complaint(command: Command) -> str | None:
 
 
 # Programs that a page may call and that need not be on this machine
-PROGRAMS = {"git", "hf", "mkdocs", "pip", "ruff", "wandb"}
+PROGRAMS = {"git", "hf", "lm_eval", "mkdocs", "pip", "ruff", "wandb"}
 
 
 def test_commands_have_programs_and_flags_that_exist(commands, capsys):

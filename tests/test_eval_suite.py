@@ -9,11 +9,15 @@ import json
 import random
 
 import pytest
+import tokenizers
+import yaml
 from conftest import scripts_on_two_ranks
 from test_chat import CHECKPOINT, force_picks, refused, run
 from test_multiple_choice import cache, write  # noqa: F401
 from test_verifier_eval import chain_rows
 
+from dev import check_lm_eval
+from nanochat.cli import script_main
 from nanochat.rl.measure.intervals import bootstrap_f1, of_mean, wilson
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_eval, eval_suite, verifier_eval
@@ -230,3 +234,41 @@ def test_two_ranks_print_the_table_of_one(capsys, base):
     flags = ["-i", "sft", "--benchmarks", "last_letter", "amc", "-x", "5", "-n", "3", "-t", "1"]
     printed = scripts_on_two_ranks(("scripts.eval_suite", [*CHECKPOINT, *flags]))
     assert printed == run(capsys, eval_suite, *flags) and "| amc | - | no data |" in printed
+
+
+def test_check_lm_eval_tells_where_the_two_differ(capsys, base, files, monkeypatch, tmp_path):
+    """lm-eval's log is written here as it would write it: the third text is another one, and the second, right but
+    cut, counts there."""
+    folder, exported = tmp_path / "compared", tmp_path / "exported"
+    say(monkeypatch, base, "#### 9")
+    flags = ["-i", "sft", "-g", "tiny", "--device-type", "cpu", "-x", "2", "-m", "24", "--max-rows", "1", *files[-4:]]
+    script_main(check_lm_eval.main, check_lm_eval.make_parser, ["ours", str(folder), *flags])
+    first, second, third, _ = (row["answer"] for row in read_jsonl(folder / "problems.jsonl"))
+    say(monkeypatch, base, f"#### {first}", f"#### {second}...", "no", "#### 77")
+    script_main(check_lm_eval.main, check_lm_eval.make_parser, ["ours", str(folder), *flags])
+    rows, task = read_jsonl(folder / "problems.jsonl"), yaml.safe_load((folder / "gsm8k_same.yaml").read_text())
+    assert [row["strict"] for row in rows] == [True, False, False, False] and rows[1]["uncounted"] == "cut"
+    assert task["generation_kwargs"] == {"until": ["<|bos|>", "<|assistant_end|>"], "do_sample": False, "max_gen_toks": 24}
+    assert task["filter_list"][0]["filter"][0]["regex_pattern"] == r"#### (\-?[0-9\.\,]+)"
+    exported.mkdir()
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": rows[0]["ids"][0], "b": 7}, unk_token="b"))
+    words.save(str(exported / "tokenizer.json"))
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row | {"ids": row["ids"][:1]}) + "\n" for row in rows))
+    (folder / "lm_eval").mkdir()
+    texts = [row["text"] for row in rows[:2]] + [f"#### {third}", rows[3]["text"]]
+    logged = [{"doc_id": i, "filter": name, "arguments": {"gen_args_0": {"arg_0": "b" if i == 3 else "a"}},
+               "resps": [[text]], "filtered_resps": [text[5:]], "exact_match": float(i < 3)}
+              for i, text in enumerate(texts) for name in ("strict-match", "flexible-extract")]
+    write(folder / "lm_eval" / "samples_gsm8k_same_0.jsonl", logged)
+    capsys.readouterr()
+    script_main(check_lm_eval.main, check_lm_eval.make_parser, ["compare", str(folder), "--exported", str(exported)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "4 problems: the ids of the prompt are equal in 3, the texts in 3; 3 ended within the limit"
+    assert [line.split()[:2] for line in lines[1:5]] == [["strict", "1"], ["strict-match", "3"], ["lenient", "2"],
+                                                         ["flexible-extract", "3"]]
+    assert lines[5] == "3 differences" and [line.partition(": ")[2].partition(";")[0] for line in lines[6:]] == [
+        "right but cut, which counts as wrong here", "the texts differ", "the texts differ"]
+
+
+def read_jsonl(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
