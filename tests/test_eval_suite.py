@@ -248,7 +248,8 @@ def test_check_lm_eval_tells_where_the_two_differ(capsys, base, files, monkeypat
     script_main(check_lm_eval.main, check_lm_eval.make_parser, ["ours", str(folder), *flags])
     rows, task = read_jsonl(folder / "problems.jsonl"), yaml.safe_load((folder / "gsm8k_same.yaml").read_text())
     assert [row["strict"] for row in rows] == [True, False, False, False] and rows[1]["uncounted"] == "cut"
-    assert task["generation_kwargs"] == {"until": ["<|bos|>", "<|assistant_end|>"], "do_sample": False, "max_gen_toks": 24}
+    assert task["generation_kwargs"] == {"until": ["<|bos|>", "<|assistant_end|>"], "do_sample": False,
+                                         "max_gen_toks": 24}
     assert task["filter_list"][0]["filter"][0]["regex_pattern"] == r"#### (\-?[0-9\.\,]+)"
     exported.mkdir()
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": rows[0]["ids"][0], "b": 7}, unk_token="b"))
