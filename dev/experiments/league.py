@@ -254,10 +254,7 @@ def carry_out(entries: list[Entry], out: str, at_once: int) -> bool:
     missing = [entry for entry in entries if is_missing(entry, store)]
     whole = True
     try:
-        for stage in stages_before(missing):
-            for job in stage:
-                check_made_alike(job)
-            whole &= carry_out_all(stage, at_once)
+        whole &= make_starts(missing, at_once)
         jobs = [entry.job for entry in missing if all(job.is_done() for job in starts_before(entry))]
         for job in jobs:
             check_made_alike(job)
@@ -265,6 +262,16 @@ def carry_out(entries: list[Entry], out: str, at_once: int) -> bool:
         whole &= carry_out_all(jobs, at_once, after) and len(jobs) == len(missing)
     finally:
         collect(entries, out)
+    return whole
+
+
+def make_starts(missing: list[Entry], at_once: int) -> bool:
+    """Makes what runs start from; whether all of it is there then."""
+    whole = True
+    for stage in stages_before(missing):
+        for job in stage:
+            check_made_alike(job)
+        whole &= carry_out_all(stage, at_once)
     return whole
 
 
@@ -291,8 +298,10 @@ def play(tasks: list[str], systems: list[str], seeds: list[str], budget: int, ou
     for task in tasks:
         if not TASKS[task].rates:
             whole &= carry_out(entries_of(task, budget, tries_of(task, systems), TUNING_SEEDS), out, at_once)
+        finals, store = entries_of(task, budget, tuned(task, systems, budget, out), seeds), read_store(out)
+        make_starts([entry for entry in finals if is_missing(entry, store)], at_once)
         for seed in seeds:  # one after the other, so that what is cut off has all systems of some seeds
-            whole &= carry_out(entries_of(task, budget, tuned(task, systems, budget, out), [seed]), out, at_once)
+            whole &= carry_out([entry for entry in finals if entry.seed == seed], out, at_once)
     return whole
 
 
