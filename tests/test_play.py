@@ -54,7 +54,7 @@ def play_of(**roles) -> Play:
     """A run of roles without a task, on one rank."""
     args = SimpleNamespace(micro_batch_tokens=12, prefix_sharing=True, shard=False, temperature=1.0,
                            aggregation="sequence", updates_per_batch=1, lr_schedule="constant", warmup_ratio=0.0,
-                           max_grad_norm=0.0)
+                           max_grad_norm=0.0, token_budget=0)
     made = {name: Role(name, model, list(model.parameters()), torch.optim.SGD(model.parameters(), lr=1.0), lr=1.0)
             for name, model in roles.items()}
     draws = {name: Draw(name, 4, 4, 6) for name in roles}

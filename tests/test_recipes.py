@@ -15,6 +15,7 @@ from test_documents import TODAY
 from test_glossary import UNSEEN, keys_of, spelled_out, unexplained, unseen
 from test_tango_rl import copy_run, records
 
+from dev.experiments.arms_smol import SCORED
 from nanochat import recipes
 from nanochat.checkpoint import saved_steps
 from nanochat.cli import script_main
@@ -178,7 +179,7 @@ def test_what_is_logged_is_in_the_glossary_and_what_is_there_is_logged(logged, l
 @pytest.mark.parametrize("page", TODAY, ids=lambda page: page.name)
 def test_metrics_that_a_page_names_are_logged(logged, page):
     names = re.findall(r"`((?:gen|ver|prm|opp|timing_s)/[^`\s]+)`", page.read_text(encoding="utf-8"))
-    keys = set(UNSEEN).union(*logged["rl"].values())
+    keys = {*UNSEEN, *SCORED}.union(*logged["rl"].values())  # SCORED: an experiment's, in its csv
     for name in itertools.chain(*map(spelled_out, names)):
         pattern = re.sub(r"\\\*|<\w+>", ".+", re.escape(name))
         assert any(re.fullmatch(pattern, key) for key in keys), name
