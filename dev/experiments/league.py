@@ -316,7 +316,7 @@ def run_again(tasks: list[str], systems: list[str], seeds: list[str], budget: in
     """Makes rows once more, from nothing, and prints them beside what is stored."""
     stored, whole = read_store(out), True
     with tempfile.TemporaryDirectory(prefix="league-again-") as fresh:
-        os.environ["NANOCHAT_BASE_DIR"] = fresh
+        os.environ["NANOCHAT_BASE_DIR"] = fresh  # nothing has asked base_dir() yet, which reads it once
         make_folder(log_of(""))
         make_tokenizer(at_once)
         for task in tasks:
@@ -339,7 +339,6 @@ def make_tokenizer(at_once: int) -> None:
 
 
 def main(args) -> None:
-    check_one_word("NANOCHAT_BASE_DIR", base_dir())
     tasks = list(TASKS) if args.tasks is None else chosen("tasks", args.tasks, TASKS)
     systems = list(SYSTEMS) if args.systems is None else chosen("systems", args.systems)
     systems = list(dict.fromkeys([BASELINE, *systems])) if not args.again else systems
@@ -349,9 +348,10 @@ def main(args) -> None:
     if shared := set(seeds) & set(TUNING_SEEDS):
         raise BadInput(f"--seeds {min(shared)}: settings are tuned on {' and '.join(TUNING_SEEDS)}; take others")
     check_writable(args.out)
-    make_folder(log_of(""))
     if args.again:
         sys.exit(0 if run_again(tasks, systems, seeds, args.budget, args.out, at_once) else 1)
+    check_one_word("NANOCHAT_BASE_DIR", base_dir())
+    make_folder(log_of(""))
     whole, stop = True, None
     if not args.report:
         make_tokenizer(at_once)
