@@ -2,7 +2,7 @@
 # The league of systems: each from the same checkpoints, with one budget of sampled tokens, settings by one rule. Results
 # go to dev/LEAGUE.md, dev/league.html (open it in a browser) and dev/curves/league. Runs are processes of one thread,
 # JOBS of them at a time: as many as there are cores, unless set. What is stored is not run again; what was interrupted
-# goes on. All systems, tasks and seeds take about 12 hours on 2 cores, one system at one task 10 minutes.
+# goes on. On 2 cores one system at one task takes about 20 minutes, SFTs and GRPO beside it, all of it over ten hours.
 #   bash runs/league.sh --help
 #   bash runs/league.sh --systems "tango dapo" --tasks chain --seeds "1 2 3"
 #   bash runs/league.sh --systems my/few.py --tasks chain     # a recipe of your own, among the others

@@ -112,10 +112,15 @@ def test_a_judge_s_training_and_its_labels_are_paid_from_the_budget(world):
     world.monkeypatch.setattr(league, "TUNING_SEEDS", ("101",))
     labels = "echo '{\"cost\": {\"tokens\": 0}, \"solution_tokens\": 2400}'"
     stub = STUB.replace("echo '{\"cost\": {\"tokens\": 40000}, \"solution_tokens\": 9000}'", labels)
+    supervised = "scripts.tango_rl) tokens=1000; case $run in *train_prm*) tokens=0 ;; esac; mkdir"
+    stub = stub.replace("scripts.tango_rl) mkdir", supervised).replace('"sampled_tokens": 1000',
+                                                                       '"sampled_tokens": \'$tokens\'')
     (world.base / "python").write_text(stub)
     assert play(world, "--tasks", "chain", "--systems", "prm genprm", "--seeds", "1")[0] == 0
     tokens = {row["system"]: row["tokens"] for row in stored(world)}
     assert tokens == {"grpo": "1000", "prm": "3400", "genprm": "4400"}  # its labels; its labels and its training
+    minutes = {row["system"]: row["minutes"] for row in stored(world)}
+    assert minutes == {"grpo": "1.0", "prm": "2.0", "genprm": "2.0"}
     (world.base / "python").write_text(STUB)
     for path in (world.base / "labels").glob("*/labels.summary.json"):
         path.write_text('{"cost": {"tokens": 0}, "solution_tokens": 2501}')
@@ -170,6 +175,19 @@ def test_a_real_model_is_scored_by_sampling_and_has_one_rate(world):
     assert all("league_words-s0-both" in call for call in world.calls("tango_rl"))
     row = next(row for row in stored(world) if (row["system"], row["seed"]) == ("tango", "2"))
     assert (row["gen/pass1_in before"], row["gen/pass1_in after"], row["gen/pass1_out after"]) == ("0.2", "0.5", "0")
+
+
+def test_no_two_processes_score_one_start(world):
+    (world.base / "chatsft_checkpoints" / "smollm2").mkdir(parents=True)
+    (world.base / "chatsft_checkpoints" / "smollm2" / "meta_000000.json").touch()
+    scored, carried = [], league.carry_out_all
+
+    def carry_out_all(jobs, at_once, after=None):
+        scored.extend(score for scores in (after or {}).values() for score in scores)
+        return carried(jobs, at_once, after)
+    world.monkeypatch.setattr(league, "carry_out_all", carry_out_all)
+    assert play(world, "--tasks", "words", "--systems", "tango", "--seeds", "1")[0] == 0
+    assert len(scored) == len(set(scored)) == 3  # the start's, and two ends'
 
 
 def test_unreadable_stores_are_one_line(world):

@@ -34,7 +34,9 @@ from dev.experiments.run import jobs_at_once, seeds_of
 from nanochat.cli import at_least, script_main
 from nanochat.common import BadInput, StopRequested, print0
 from nanochat.hf.files import read_json
-from nanochat.rl.report.report import Run, curve, read_run
+from nanochat.rl.learn.roles import short_name
+from nanochat.rl.report.fields import is_number
+from nanochat.rl.report.report import Run, curve, read_run, write_csv
 from nanochat.storage.files import base_dir, check_writable, make_folder, path_of, whole_file
 
 BUDGET = 150_000
@@ -97,19 +99,18 @@ def flags_kept(job: Job, name: str) -> str:
     return noted(job.flags) + (f" # text {mark}" if mark is not None else "")
 
 
-def judge_jobs(name: str, task: str, budget: int, seed: str) -> list[Job]:
-    """The jobs before a system's run that sample tokens: labelled solutions, and the training of its judge."""
-    e = experiment(task, budget, [(name, "")])
-    amounts = dict(zip(("labels", f"train_{name}"), allowances(name, budget), strict=True))
-    taken = [label for label, amount in amounts.items() if amount]
-    return [job_of(e, e.starts[label], seed) for label in taken]
+def judge_jobs(entry: Entry) -> list[Job]:
+    """The jobs before a run that its budget or its minutes pay: labelled solutions, and the training of its judge."""
+    name, e = entry.system, experiment(entry.task, entry.budget, [(entry.system, entry.rate)])
+    taken = ["labels"] * bool(allowances(name, entry.budget)[0]) + [f"train_{name}"] * bool(system_of(name).judge)
+    return [job_of(e, e.starts[start], entry.seed) for start in taken]
 
 
 def cost_before(entry: Entry) -> tuple[int, float]:
     """Tokens that these have sampled, and minutes of a judge's training. Raises BadInput where labelled solutions took
     more than their allowance."""
     tokens, minutes, allowed = 0, 0.0, allowances(entry.system, entry.budget)[0]
-    for job in judge_jobs(entry.system, entry.task, entry.budget, entry.seed):
+    for job in judge_jobs(entry):
         found = read_json(os.path.join(job.folder, job.done))
         if job.module == "scripts.tango_rl":
             tokens, minutes = tokens + found["sampled_tokens"], minutes + found["minutes"]
@@ -131,14 +132,14 @@ def row_of(entry: Entry, run: Run) -> dict:
     first, last = run.points[0], run.points[-1]
     row = key_of(entry)
     for name in SCORES:
-        values = [r[name] for r in run.records if isinstance(r.get(name), int | float)]
+        values = [record[name] for record in run.records if is_number(record.get(name))]
         third = max(1, len(values) // 3)
         ends = (mean(values[:third]), mean(values[-third:])) if values else (first.get(name), last.get(name))
         before, after = ends if name not in first or first[name] is None else (first[name], last.get(name))
         row |= {f"{name} before": rounded(before), f"{name} after": rounded(after)}
     row |= scores_by_sampling(entry)
     best = max(curve(run, "gen/pass1_in", "sampled_tokens")[1], default=None)
-    steps = run.summary.get(f"{run.roles[0][:3]}_steps")
+    steps = run.summary.get(f"{short_name(run.roles[0])}_steps")
     tokens, minutes = cost_before(entry)
     return row | {"best": rounded(best), "steps": steps, "tokens": run.summary["sampled_tokens"] + tokens,
                   "minutes": round(run.summary["minutes"] + minutes, 2),
@@ -187,14 +188,6 @@ def solutions_of(entry: Entry, run: Run) -> list[dict]:
              "verification": e.get("verification")} for e in sum(sorted(kept, key=lambda k: k[0]["step"]), [])]
 
 
-def write_rows(path: str, rows: list[dict]) -> None:
-    """Raises CannotWrite."""
-    with whole_file(path) as f:
-        writer = csv.DictWriter(f, list(rows[0]) if rows else [])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def collect(entries: list[Entry], out: str) -> None:
     """Takes finished runs that the store has not, or has with other flags, into it. Raises CannotWrite."""
     store, points, kept = read_store(out), read_rows(f"{out}/points.csv"), read_rows(f"{out}/rollouts.jsonl")
@@ -210,8 +203,8 @@ def collect(entries: list[Entry], out: str) -> None:
                 kept = [row for row in kept if not same(row)] + solutions_of(entry, run)
     order = lambda row: [str(row[name]) for name in ("task", "system", "seed", "rate")]
     make_folder(out)
-    write_rows(os.path.join(out, "runs.csv"), sorted(store.values(), key=order))
-    write_rows(os.path.join(out, "points.csv"), sorted(points, key=order))
+    write_csv(sorted(store.values(), key=order), os.path.join(out, "runs.csv"))
+    write_csv(sorted(points, key=order), os.path.join(out, "points.csv"))
     with whole_file(os.path.join(out, "rollouts.jsonl")) as f:
         f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in sorted(kept, key=order))
 
@@ -255,10 +248,12 @@ def carry_out(entries: list[Entry], out: str, at_once: int) -> bool:
     whole = True
     try:
         whole &= make_starts(missing, at_once)
-        jobs = [entry.job for entry in missing if all(job.is_done() for job in starts_before(entry))]
+        ready = [entry for entry in missing if all(job.is_done() for job in starts_before(entry))]
+        jobs = [entry.job for entry in ready]
         for job in jobs:
             check_made_alike(job)
-        after = {entry.job: scorings(entry) for entry in missing}
+        first = {score: entry.job for entry in reversed(ready) for score in scorings(entry)}  # a start is scored once
+        after = {job: [score for score, of in first.items() if of is job] for job in jobs}
         whole &= carry_out_all(jobs, at_once, after) and len(jobs) == len(missing)
     finally:
         collect(entries, out)
