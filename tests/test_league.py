@@ -85,12 +85,19 @@ def test_tries_run_on_the_tuning_seeds_and_the_best_one_on_those_that_count(worl
     tuning = [f"league_chain_{BUDGET}-{name}_{rate}-s{seed}" for seed in TUNING_SEEDS for name in ("grpo", "dapo")
               for rate in RATES]
     finals = [f"league_chain_{BUDGET}-{name}-s{seed}" for seed in (1, 2) for name in ("grpo_1e-4", "dapo_2e-4")]
-    assert world.runs() == tuning + finals  # of equal tries the first
+    assert world.runs() == tuning + finals  # of equal tries the best in the mean, then the first
     assert len(stored(world)) == len(tuning + finals)
     row = next(row for row in stored(world) if (row["system"], row["rate"], row["seed"]) == ("dapo", "2e-4", "102"))
     assert (row["gen/pass1_in before"], row["gen/pass1_in after"], row["tokens"]) == ("0.1", "0.9", "1000")
     assert play(world, "--tasks", "chain", "--systems", "dapo", "--seeds", "1 2")[0] == 0
     assert world.runs() == []
+
+
+def test_a_rate_that_collapses_on_one_tuning_seed_is_not_taken(world):
+    ends = "*grpo_1e-4*) final=0.6 ;; *grpo_2e-4-s102) final=0.5 ;; *grpo_2e-4*) final=0.9"
+    (world.base / "python").write_text(STUB.replace("*tango*|*shepherd*) final=0.75", ends))
+    assert play(world, "--tasks", "chain", "--systems", "grpo", "--seeds", "1")[0] == 0
+    assert world.runs()[-1] == f"league_chain_{BUDGET}-grpo_1e-4-s1"
 
 
 def test_what_is_stored_is_not_made_again_where_its_folders_are_gone(world):
@@ -135,7 +142,7 @@ def test_a_recipe_of_one_s_own_enters_by_its_path_and_a_changed_text_is_run_agai
     assert family_of(str(path)) == "outside"
     assert play(world, "--tasks", "chain", "--systems", str(path), "--seeds", "1")[0] == 0
     own = [call for call in world.calls("tango_rl") if f"--recipe {path}" in call]
-    assert len(own) == 7 and all("--verifier-tag league_chain-s" in call for call in own)
+    assert len(own) == len(RATES) * len(TUNING_SEEDS) + 1 and all("--verifier-tag league_chain-s" in call for call in own)
     assert play(world, "--tasks", "chain", "--systems", str(path), "--seeds", "1")[0] == 0
     assert world.runs() == []
 
@@ -149,7 +156,7 @@ def test_a_system_that_fails_is_left_out_and_the_others_go_on(world):
 
 @pytest.mark.parametrize("flags, words", [
     (("--systems", "debate"), "debate has no row: its models argue"), (("--systems", "nobody"), "there are grpo"),
-    (("--tasks", "gsm8k"), "there are chain"), (("--seeds", "1 101"), "settings are tuned on 101 and 102")])
+    (("--tasks", "gsm8k"), "there are chain"), (("--seeds", "1 101"), "settings are tuned on 101, 102, 103")])
 def test_what_cannot_be_is_one_line_before_any_run(world, flags, words):
     code, _, err = play(world, *flags)
     assert code == 2 and words in err and len(err.strip().splitlines()) == 1 and world.runs() == []

@@ -7,8 +7,8 @@ The league: every system from the same checkpoint of a seed, with one budget of 
     bash runs/league.sh --tasks chain --systems dapo --again   # the row again, beside what is stored
     bash runs/league.sh --report                               # the pages alone
 
-A system's tries run on the tuning seeds; the one that solves most held-out problems there, in the mean, runs on the
-seeds that count. Each finished run is a line of runs.csv in --out, with its curve in points.csv and solutions in
+A system's tries run on the tuning seeds; the one that solves most held-out problems on its worst one of them runs on
+the seeds that count. Each finished run is a line of runs.csv in --out, with its curve in points.csv and solutions in
 rollouts.jsonl; a run that is there, with the same flags, is not made again. league_systems.py says what there is.
 """
 import argparse
@@ -229,8 +229,9 @@ def tries_of(task: str, systems: list[str]) -> list[tuple[str, str]]:
 
 
 def best_rate(task: str, name: str, budget: int, store: dict[tuple, dict]) -> str | None:
-    """The rate that solves most held-out problems on the tuning seeds, in the mean; the first of equal ones, and the
-    one where there is no other. None where a try is missing."""
+    """The rate that solves most held-out problems on its worst tuning seed, since one that is best in the mean may
+    collapse on the next seed; of equal ones the best in the mean. The one where there is no other. None where a try is
+    missing."""
     found, tries = {}, tries_of(task, [name])
     if len(tries) == 1:
         return tries[0][1]
@@ -238,7 +239,7 @@ def best_rate(task: str, name: str, budget: int, store: dict[tuple, dict]) -> st
         if is_missing(entry, store):
             return None
         found.setdefault(entry.rate, []).append(float(store[entry.key]["gen/pass1_in after"]))
-    return max(found, key=lambda rate: mean(found[rate]))
+    return max(found, key=lambda rate: (min(found[rate]), mean(found[rate])))
 
 
 def carry_out(entries: list[Entry], out: str, at_once: int) -> bool:
@@ -341,7 +342,7 @@ def main(args) -> None:
         system_of(name)
     seeds, at_once = seeds_of(args.seeds), jobs_at_once()
     if shared := set(seeds) & set(TUNING_SEEDS):
-        raise BadInput(f"--seeds {min(shared)}: settings are tuned on {' and '.join(TUNING_SEEDS)}; take others")
+        raise BadInput(f"--seeds {min(shared)}: settings are tuned on {', '.join(TUNING_SEEDS)}; take others")
     check_writable(args.out)
     if args.again:
         sys.exit(0 if run_again(tasks, systems, seeds, args.budget, args.out, at_once) else 1)

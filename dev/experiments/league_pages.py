@@ -53,8 +53,8 @@ def facts_of(rows: list[dict], budget: int, command: str) -> dict[str, str]:
     tries = sum(row["seed"] in TUNING_SEEDS for row in rows)
     commits = sorted({row["commit"] for row in rows if row.get("commit")})
     return {"budget": f"{budget:,} sampled tokens a run, over all roles",
-            "tuning": f"{len(RATES)} learning rates of each system on seeds {' and '.join(TUNING_SEEDS)}; the one that "
-                      f"solves most held-out problems there, in the mean, counts. At {UNTUNED} all have one, untuned",
+            "tuning": f"{len(RATES)} learning rates of each system on seeds {', '.join(TUNING_SEEDS)}; the one that "
+                      f"solves most held-out problems on its worst seed counts. At {UNTUNED} all have one, untuned",
             "runs": f"{len(rows)}, of which {tries} to tune; {sum(v for v, in known(rows, 'minutes')) / 60:.1f} hours, "
                     f"one after the other", "commits": ", ".join(commits) or "-", "command": command}
 

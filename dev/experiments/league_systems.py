@@ -18,7 +18,7 @@ from nanochat.own_code import is_file, short
 from scripts import tango_rl
 
 BASELINE = "grpo"
-TUNING_SEEDS = ("101", "102")
+TUNING_SEEDS = ("101", "102", "103")
 RATES = ("1e-4", "2e-4", "4e-4")
 SHAPE = "--depth 3 --n-embd 96 --n-head 3"
 CHAIN = "--chain-answer final --chain-share 0.55 --chain-min-steps 3 --chain-max-steps 8"
