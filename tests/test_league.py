@@ -142,7 +142,8 @@ def test_a_recipe_of_one_s_own_enters_by_its_path_and_a_changed_text_is_run_agai
     assert family_of(str(path)) == "outside"
     assert play(world, "--tasks", "chain", "--systems", str(path), "--seeds", "1")[0] == 0
     own = [call for call in world.calls("tango_rl") if f"--recipe {path}" in call]
-    assert len(own) == len(RATES) * len(TUNING_SEEDS) + 1 and all("--verifier-tag league_chain-s" in call for call in own)
+    assert len(own) == len(RATES) * len(TUNING_SEEDS) + 1
+    assert all("--verifier-tag league_chain-s" in call for call in own)
     assert play(world, "--tasks", "chain", "--systems", str(path), "--seeds", "1")[0] == 0
     assert world.runs() == []
 
