@@ -34,9 +34,11 @@ from nanochat.checkpoint import load_state_dict, steps_in  # noqa: E402
 from nanochat.cli import at_least, new_parser, script_main  # noqa: E402
 from nanochat.common import BadInput, print0  # noqa: E402
 from nanochat.hf.files import read_json  # noqa: E402
+from nanochat.rl.report.report import read_run, tidy, write_csv  # noqa: E402
 from tasks import task_flags  # noqa: E402
 
 PAGE, TABLE = ROOT / "dev" / "SPEEDRUN.md", ROOT / "dev" / "speedrun.csv"
+CURVES = ROOT / "dev" / "curves" / "speedrun"  # of the records
 COLUMNS = ["date", "board", "entry", "command", "commit", "machine", "seconds", "before", "after", "figure"]
 GENERATOR = "speedrun-gen"
 NUM_CORES = 2
@@ -112,6 +114,14 @@ def score_on_words(base: Path, seed: int) -> float:
 
 def start_on_words(base: Path, seed: int) -> float:
     return score(base, ["-i", "sft", "-g", "smollm2"], WORDS, seed)
+
+
+def points_of(base: Path, entry: str, seed: int) -> list[dict]:
+    """The evaluations of an attempt's run, as `report.tidy` has them; none where its own code has left no such run."""
+    folder = base / "runs" / "speedrun"
+    if not (folder / "summary.json").is_file():
+        return []
+    return [{**row, "arm": Path(entry).stem, "seed": seed} for row in tidy([read_run(str(folder))])]
 
 
 # Boards
@@ -260,6 +270,10 @@ def title_of(entry: str) -> str:
     return next((line[1:].strip().rstrip(".") for line in lines if re.match("# ", line)), "")
 
 
+def curves_of(entry: str) -> Path:
+    return CURVES / f"{Path(entry).stem}.csv"
+
+
 def board_table(name: str, rows: list[dict[str, str]]) -> str:
     """A board in Markdown, newest last."""
     if name == "minutes":
@@ -272,7 +286,9 @@ def board_table(name: str, rows: list[dict[str, str]]) -> str:
         first = " ".join(f"{float(x):.0f}" if name == "minutes" else f"{float(x):.1f}" for x in
                          row["seconds" if name == "minutes" else "before"].split())
         after = " ".join(f"{float(x):.1f}" for x in row["after"].split())
+        curves = curves_of(row["entry"])
         what = f"`{Path(row['entry']).name}`: {title_of(row['entry'])}"
+        what += f" ([curves]({curves.relative_to(PAGE.parent).as_posix()}))" if curves.is_file() else ""
         lines.append(f"| {number} | {line.format(middle=middle)} | {first} | {after} | {what} | {row['commit']} | "
                      f"{row['date']} |")
     return "\n".join(lines)
@@ -335,7 +351,7 @@ def run(args) -> None:
     if args.record:
         check_record(args, entry)
     name = str(entry.relative_to(ROOT)) if ROOT in entry.parents else str(entry)
-    results, failures = [], 0
+    results, points, failures = [], [], 0
     seeds = args.seeds or board.seeds
     print0(f"{name} on cores {cores[0]} and {cores[1]}, {machine()}, {commit()}")
     with tempfile.TemporaryDirectory(prefix="speedrun-") as folder:
@@ -343,6 +359,7 @@ def run(args) -> None:
         for seed in seeds:
             try:
                 results.append(judge(board, entry, seed, cores, Path(folder) / f"seed-{seed}", start))
+                points += points_of(Path(folder) / f"seed-{seed}" / "base", name, seed)
             except Failed as failure:
                 failures += 1
                 print0(f"seed {seed}: failed: {failure}")
@@ -360,16 +377,19 @@ def run(args) -> None:
     print0(f"{board.middle.__name__} {row['figure']} {board.unit}")
     csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n").writerow(row)
     if args.record:
-        add_record(row)
+        add_record(row, points)
 
 
-def add_record(row: dict[str, str]) -> None:
-    """Adds a row to the table and the page, if it is better than the last of its board."""
+def add_record(row: dict[str, str], points: list[dict]) -> None:
+    """Adds a row to the table and the page, and its curves, if it is better than the last of its board."""
     rows, board = read_rows(), BOARDS[row["board"]]
     earlier = [float(old["figure"]) for old in rows if old["board"] == row["board"]]
     if earlier and not board.is_better(float(row["figure"]), earlier[-1]):
         print0(f"no record: the last one is {earlier[-1]} {board.unit}")
         return
+    if points:
+        CURVES.mkdir(parents=True, exist_ok=True)
+        write_csv(points, str(curves_of(row["entry"])))
     write_rows([*rows, row])
     write_page()
 

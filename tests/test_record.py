@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_report import make_run
 
 from nanochat.cli import script_main
 from nanochat.common import BadInput
@@ -182,17 +183,29 @@ def test_a_row_has_the_middle_of_the_seeds():
 def test_only_what_beats_the_last_record_is_added(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(judge, "TABLE", tmp_path / "speedrun.csv")
     monkeypatch.setattr(judge, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(judge, "CURVES", tmp_path / "curves")
     monkeypatch.setattr(judge.read_rows, "__defaults__", (judge.TABLE,))
     monkeypatch.setattr(judge.write_rows, "__defaults__", (judge.TABLE,))
     judge.PAGE.write_text("".join(f"<!-- board {name} -->\n<!-- end of it -->\n" for name in judge.BOARDS))
     judge.write_rows([])
     for board, figures in (("minutes", ("90.00", "91.00", "89.99", "89.99")), ("points", ("1.00", "1.99", "2.00"))):
         for figure in figures:
-            judge.add_record(row(board, figure))
+            judge.add_record(row(board, figure), [{"seed": 0, "figure": figure}] if board == "minutes" else [])
     assert [r["figure"] for r in judge.read_rows()] == ["90.00", "89.99", "1.00", "2.00"]
     assert capsys.readouterr().out.count("no record") == 3
     assert judge.PAGE.read_text() == judge.with_boards(judge.PAGE.read_text(), judge.read_rows())
     assert "| 2 | 1.50 | 91 90 89 | 90.0 95.2 99.0 |" in judge.PAGE.read_text()
+    curves, = judge.CURVES.iterdir()
+    assert curves.read_text().split() == ["seed,figure", "0,89.99"]  # of the record, not of what came after it
+    assert f"([curves](curves/{curves.name}))" in judge.PAGE.read_text()
+
+
+def test_the_evaluations_of_an_attempt_s_run_are_its_curves(tmp_path):
+    assert judge.points_of(tmp_path, "dev/speedrun/x.sh", 3) == []
+    make_run(tmp_path, "speedrun", 9, [0.25, 0.5])
+    points = judge.points_of(tmp_path, "dev/speedrun/x.sh", 3)
+    assert {(p["arm"], p["seed"]) for p in points} == {("x", 3)}
+    assert [(p["step"], p["value"]) for p in points if p["metric"] == "gen/pass1_in"] == [(0, 0.25), (10, 0.5)]
 
 
 # Bad input
