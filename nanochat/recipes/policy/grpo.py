@@ -13,7 +13,7 @@ from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import observe
 from nanochat.rl.play.play import Draw, Update
 
-STATUS = "works: the baseline; sampled pass@1 of SmolLM2-135M rises by 3.4 ± 1.0"
+STATUS = "works: the baseline; sampled pass@1 of SmolLM2-135M rises by 4.9 ± 1.3 in twelve steps"
 ROLES = {"generator": RoleSpec("--model-tag")}
 evaluate = pass_at_1
 
