@@ -13,6 +13,7 @@ from dev.experiments.league_systems import (LEFT_OUT, RATES, SYSTEMS, TASKS, TUN
 from nanochat import recipes
 from nanochat.cli import script_main
 from nanochat.common import BadInput
+from nanochat.rl.verify.judges import check_together_args
 from scripts import chat_sft, label_steps, tango_rl
 
 SCRIPTS = {"scripts.chat_sft": chat_sft, "scripts.label_steps": label_steps, "scripts.tango_rl": tango_rl}
@@ -59,7 +60,9 @@ def test_every_process_has_flags_that_its_script_takes_and_all_begin_from_one_ch
     stages = stages_of([e], ["1"])
     for job in [job for stage in stages for job in stage]:
         if job.module in SCRIPTS:
-            parse(SCRIPTS[job.module], job.flags.split())
+            args = parse(SCRIPTS[job.module], job.flags.split())
+            if "judge" in vars(args) and job.module == "scripts.tango_rl":
+                check_together_args(args)
     generators = {parse(tango_rl, job.flags.split()).model_tag for job in stages[-1]}
     assert generators == {job_of(e, e.starts["start"], "1").name.removeprefix("sft-")}
 

@@ -15,6 +15,7 @@ from dev.experiments.arms import Experiment, Start
 from nanochat import recipes
 from nanochat.common import BadInput
 from nanochat.own_code import is_file, short
+from nanochat.rl.verify.judges import GROUP_SCORES
 from scripts import tango_rl
 
 BASELINE = "grpo"
@@ -237,7 +238,8 @@ def run_flags(name: str, task: Task, budget: int, rate: str) -> str:
     own, flags = role_flags(recipe, task), system.flags
     if system.judge:
         trained = f"{{train_{name}}}-ver --verifier-source rl"
-        recipe, flags = "fixed_verifier", f"--judge {system.judge} --step-rewards verdicts --judged-samples 1"
+        judged = 2 if system.judge in GROUP_SCORES else 1  # solutions of a problem that evaluations show it
+        recipe, flags = "fixed_verifier", f"--judge {system.judge} --step-rewards verdicts --judged-samples {judged}"
         own = f"--model-tag {{start}} --verifier-tag {trained} {task.verdict}"
     every = 12 if system.judge else system.every
     return (f"--recipe {recipe} {own} --seed {{seed}} --device-type cpu {task.problems} {RL} --eval-every {every} "
