@@ -36,6 +36,7 @@ def verified(before: float, after: float, first: float, last: float) -> dict:
 OUT = "gen_of_pass1_out__after"
 RUNS = [
     run_of("misled", "grpo", 1, 0.40), run_of("misled", "ttrl", 1, 0.55),
+    run_of("misled", "grpo_tenth", 1, 0.45),
     run_of("chain", "my/few.py", 9, 0.90),                                      # no run of grpo has its seed
     run_of("chain", "grpo", 1, 0.50, tokens=150_000, minutes=1.0, **{OUT: 0.30}),
     run_of("chain", "grpo", 2, 0.60, tokens=152_000, minutes=2.0, **{OUT: 0.40}),
@@ -49,13 +50,15 @@ RUNS = [
     run_of("chain", "tango", 101, 0.99, rate="1e-4"), run_of("chain", "tango", 102, 0.99, rate="1e-4"),  # tuning
     run_of("chain", "dapo", 1, 0.99, budget=2000)]
 ROWS = """\
-chain | tango | answers | 3 | 70.0 ± 10.0 | +15.0 ± 63.5 (2 pairs) | - | 50.0 -> 70.0 | 20.0 -> 40.0 | 150 | 1.0 | \
+chain | tango | answers | 3 | 70.0 ± 10.0 | +15.0 ± 63.5 (2 pairs) | - | - | 50.0 -> 70.0 | 20.0 -> 40.0 | 150 | 1.0 | \
 reward up, solved down 1/3 | 2e-4
-chain | prm | answers, gold steps | 2 | 65.5 ± 7.8 | **+10.5 ± 6.4** | -4.5 ± 6.4 | - | - | 150 | 1.0 | fell 1/2 | 2e-4
-chain | grpo | answers | 2 | 55.0 ± 7.1 | - | - | - | - | 151 | 1.5 | - | 2e-4
-chain | `my/few.py` | see the file | 1 | 90.0 | - | - | - | - | 150 | 1.0 | - | 2e-4
-misled | ttrl | nothing | 1 | 55.0 | +15.0 | - | - | - | 150 | 1.0 | - | 2e-4
-misled | grpo | answers | 1 | 40.0 | - | - | - | - | 150 | 1.0 | - | 2e-4"""
+chain | prm | answers, gold steps | 2 | 65.5 ± 7.8 | **+10.5 ± 6.4** | - | -4.5 ± 6.4 | - | - | 150 | 1.0 | fell 1/2 | \
+2e-4
+chain | grpo | answers | 2 | 55.0 ± 7.1 | - | - | - | - | - | 151 | 1.5 | - | 2e-4
+chain | `my/few.py` | see the file | 1 | 90.0 | - | - | - | - | - | 150 | 1.0 | - | 2e-4
+misled | ttrl | nothing | 1 | 55.0 | +15.0 | +10.0 | - | - | - | 150 | 1.0 | - | 2e-4
+misled | grpo_tenth | answers | 1 | 45.0 | +5.0 | - | - | - | - | 150 | 1.0 | - | 2e-4
+misled | grpo | answers | 1 | 40.0 | - | -5.0 | - | - | - | 150 | 1.0 | - | 2e-4"""
 POINTS = [dict(task="chain", system=system, seed=seed, metric="gen/pass1_in", tokens=tokens, value=value)
           for system, seed, tokens, value in [("tango", 1, 0, 0.1), ("tango", 1, 100, 0.5), ("tango", 2, 0, 0.3),
                                               ("tango", 2, 200, 0.7), ("grpo", 1, 0, 0.1), ("grpo", 1, 150, 0.5),
@@ -100,13 +103,14 @@ def test_the_table_has_the_numbers_that_were_worked_out_by_hand(store):
     assert re.sub(r"\[(\w+)\]\([^)]+\)", r"\1", "\n".join(rows)) == ROWS
     assert {name: (folder / link).resolve().relative_to(ROOT / "nanochat" / "recipes").as_posix()
             for name, link in links.items()} == {"tango": "tango/tango.py", "prm": "reward_models/prm.py",
-                                                 "grpo": "policy/grpo.py", "ttrl": "self_play/ttrl.py"}
+                                                 "grpo": "policy/grpo.py",
+                                                 "grpo_tenth": "policy/grpo.py", "ttrl": "self_play/ttrl.py"}
     assert "- *budget*: 1,000 sampled tokens a run" in text and "- *commits*: abc\n" in text
-    assert "- *runs*: 13, of which 2 to tune; 0.2 hours" in text  # 14 minutes
+    assert "- *runs*: 14, of which 2 to tune; 0.2 hours" in text  # 15 minutes
     assert "- tango on chain: shown with rate 2e-4, not 4e-4 (seeds: 1)\n" in text
     assert "`bash runs/league.sh --budget 1000`" in text and "[runs.csv](runs.csv)" in text
-    assert printed.splitlines()[1] == "chain   prm        2  65.5 ± 7.8   +10.5 ± 6.4             fell 1/2"
-    assert printed.splitlines()[-1].startswith("13 runs, 6 rows: ")
+    assert printed.splitlines()[1] == "chain   prm         2  65.5 ± 7.8   +10.5 ± 6.4             fell 1/2"
+    assert printed.splitlines()[-1].startswith("14 runs, 7 rows: ")
 
 
 def test_text_around_the_table_stays_and_a_page_without_a_place_for_it_is_refused(tmp_path):
@@ -209,16 +213,17 @@ def click(browser, selector: str) -> None:  # noqa: F811
 
 
 def test_rows_are_filtered_and_sorted(shown):
-    assert systems(shown) == ["tango", "prm", "grpo", "my/few.py", "ttrl", "grpo"]
-    assert choose(shown, family="policy") == ["grpo", "grpo"] and choose(shown, task="misled") == ["grpo"]
-    assert find(shown, "#count")[0].text == "1 of 6 rows"
+    assert systems(shown) == ["tango", "prm", "grpo", "my/few.py", "ttrl", "grpo_tenth", "grpo"]
+    assert choose(shown, family="policy") == ["grpo", "grpo_tenth", "grpo"]
+    assert choose(shown, task="misled") == ["grpo_tenth", "grpo"]
+    assert find(shown, "#count")[0].text == "2 of 7 rows"
     assert choose(shown, family="", task="", text="GOLD") == ["prm"]
     choose(shown, text="")
     head = lambda name: f"#league th:nth-child({list(COLUMNS).index(name) + 1}) button"
     click(shown, head("solved"))
-    assert systems(shown) == ["my/few.py", "tango", "prm", "grpo", "ttrl", "grpo"]
+    assert systems(shown) == ["my/few.py", "tango", "prm", "grpo", "ttrl", "grpo_tenth", "grpo"]
     click(shown, head("solved"))
-    assert systems(shown) == ["grpo", "grpo", "ttrl", "prm", "tango", "my/few.py"]
+    assert systems(shown) == ["grpo", "grpo_tenth", "grpo", "ttrl", "prm", "tango", "my/few.py"]
     click(shown, head("longer problems minus GRPO"))  # what has none comes last, whichever way
     assert systems(shown)[:3] == ["grpo", "grpo", "prm"]
     click(shown, head("longer problems minus GRPO"))

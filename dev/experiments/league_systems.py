@@ -18,7 +18,7 @@ from nanochat.own_code import is_file, short
 from nanochat.rl.verify.judges import GROUP_SCORES
 from scripts import tango_rl
 
-BASELINE = "grpo"
+BASELINE, WEIGHTED = "grpo", "grpo_tenth"  # what all are compared with
 TUNING_SEEDS = ("101", "102", "103")
 RATES = ("1e-4", "2e-4", "4e-4")
 SHAPE = "--depth 3 --n-embd 96 --n-head 3"

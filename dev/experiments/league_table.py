@@ -9,7 +9,7 @@ import os
 from statistics import mean
 from typing import NamedTuple
 
-from dev.experiments.league_systems import BASELINE, SYSTEMS, TASKS, TUNING_SEEDS
+from dev.experiments.league_systems import BASELINE, SYSTEMS, TASKS, TUNING_SEEDS, WEIGHTED
 from nanochat.own_code import is_file
 from nanochat.rl.report.report import change, height_at, interval, paired, spread
 
@@ -23,7 +23,8 @@ COLUMNS = {
     "solved": "held-out problems after the run, in percent: mean ± standard deviation over seeds. Greedy; at "
               f"{SAMPLED} the mean of samples",
     "minus GRPO": "points, paired by seed, ± half of the 95% interval; bold where that leaves out zero",
-    "longer problems minus GRPO": "the same on problems that are longer than any in RL; at words on unseen templates",
+    f"minus {WEIGHTED}": "the same. Step rewards come with this weight of wrong answers, so their own lead is over it",
+    "longer problems minus GRPO": "points, on problems that are longer than any in RL; at words on unseen templates",
     "step F1": "of the verifier on fixed solutions, before -> after, in percent",
     "wrong steps passed": "by the verifier in training, in percent: first -> last third of the steps",
     "tokens (k)": "sampled by all roles and in the training of a judge: mean over seeds, in thousands",
@@ -108,8 +109,8 @@ class Cell(NamedTuple):
 
 
 def difference(place: Place, baseline: Place | None, name: str) -> Cell:
-    """Of a score from the baseline's of the same seed."""
-    if place.system == BASELINE:
+    """Of a score from a baseline's of the same seed."""
+    if baseline is place:
         return Cell("-", 0.0)
     of_baseline = baseline.runs if baseline else {}
     both = [(number(run, name), number(of_baseline[seed], name)) for seed, run in place.runs.items()
@@ -136,8 +137,9 @@ def given_of(system: str) -> str:
     return "see the file" if is_file(system) else SYSTEMS[system].given if system in SYSTEMS else "-"
 
 
-def cells_of(place: Place, baseline: Place | None, curves: dict[str, dict]) -> dict[str, Cell]:
+def cells_of(place: Place, places: dict[tuple[str, str], Place], curves: dict[str, dict]) -> dict[str, Cell]:
     """The cells of COLUMNS. curves: of `curves_of`."""
+    baseline, weighted = (places.get((place.task, name)) for name in (BASELINE, WEIGHTED))
     runs = list(place.runs.values())
 
     def mean_of(name: str, unit: int, digits: int) -> Cell:
@@ -151,7 +153,8 @@ def cells_of(place: Place, baseline: Place | None, curves: dict[str, dict]) -> d
     solved = [value for value, in known(runs, "gen/pass1_in after")]
     cells = [Cell(place.task, place.task), Cell(place.system, place.system), Cell(*[given_of(place.system)] * 2),
              Cell(str(len(runs)), len(runs)), Cell(spread(solved), mean(solved) if solved else None),
-             difference(place, baseline, "gen/pass1_in after"), difference(place, baseline, "gen/pass1_out after"),
+             difference(place, baseline, "gen/pass1_in after"), difference(place, weighted, "gen/pass1_in after"),
+             difference(place, baseline, "gen/pass1_out after"),
              ends("ver/step_f1_fixed"), ends("gen/verdicts/wrong_steps_passed"), mean_of("tokens", 1000, 0),
              mean_of("minutes", 1, 1), signs_of_gaming(runs, curves), Cell(place.rate, float(place.rate))]
     return dict(zip(COLUMNS, cells, strict=True))
@@ -171,7 +174,7 @@ def table_of(places: dict[tuple[str, str], Place], points: list[dict]) -> list[R
         of_places.get((point["task"], point["system"]), []).append(point)
     for key, place in places.items():
         curves = curves_of(place, of_places[key])
-        rows.append(Row(place, curves, cells_of(place, places.get((place.task, BASELINE)), curves)))
+        rows.append(Row(place, curves, cells_of(place, places, curves)))
     at = lambda task: tasks.index(task) if task in tasks else len(tasks)
     gain = lambda row: row.cells["minus GRPO"].key
     return sorted(rows, key=lambda row: (at(row.place.task), row.place.task, gain(row) is None, -(gain(row) or 0),
