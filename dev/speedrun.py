@@ -91,7 +91,10 @@ def left_behind(base: Path) -> Path:
 
 def score_on_chain(base: Path, seed: int) -> float:
     """Greedy pass@1 on the 400 held-out problems of the main job's gen/pass1_in. Raises Failed."""
-    size = sum(weights.numel() for weights in load_state_dict(str(left_behind(base))).values())
+    try:
+        size = sum(weights.numel() for weights in load_state_dict(str(left_behind(base))).values())
+    except BadInput as error:
+        raise Failed(str(error)) from None
     if size > MOST_PARAMETERS:
         raise Failed(f"its generator has {size:,} parameters; {MOST_PARAMETERS:,} are allowed")
     after = score(base, ["-i", "rl", "-g", GENERATOR],
@@ -121,7 +124,11 @@ def points_of(base: Path, entry: str, seed: int) -> list[dict]:
     folder = base / "runs" / "speedrun"
     if not (folder / "summary.json").is_file():
         return []
-    return [{**row, "arm": Path(entry).stem, "seed": seed} for row in tidy([read_run(str(folder))])]
+    try:
+        run = read_run(str(folder))
+    except BadInput as error:
+        raise Failed(str(error)) from None
+    return [{**row, "arm": Path(entry).stem, "seed": seed} for row in tidy([run])]
 
 
 # Boards
@@ -383,7 +390,11 @@ def run(args) -> None:
 def add_record(row: dict[str, str], points: list[dict]) -> None:
     """Adds a row to the table and the page, and its curves, if it is better than the last of its board."""
     rows, board = read_rows(), BOARDS[row["board"]]
-    earlier = [float(old["figure"]) for old in rows if old["board"] == row["board"]]
+    same = [old for old in rows if old["board"] == row["board"]]
+    earlier = [float(old["figure"]) for old in same]
+    if same and same[-1]["machine"] != row["machine"]:
+        print0(f"no record: the last one is of another machine ({same[-1]['machine']}), on which both must run")
+        return
     if earlier and not board.is_better(float(row["figure"]), earlier[-1]):
         print0(f"no record: the last one is {earlier[-1]} {board.unit}")
         return

@@ -30,7 +30,7 @@ def world(tmp_path, monkeypatch, capsys) -> World:
 
 
 def play(world, *flags: str) -> tuple[int, str, str]:
-    flags = [*flags, "--out", str(world.base / "out"), "--budget", str(BUDGET)]
+    flags = [*([] if "--out" in flags else ["--out", str(world.base / "out")]), *flags, "--budget", str(BUDGET)]
     world.monkeypatch.setattr(sys, "argv", ["league.py", *flags])
     (world.base / "calls").write_text("")
     code = 0
@@ -160,8 +160,14 @@ def test_a_system_that_fails_is_left_out_and_the_others_go_on(world):
 
 @pytest.mark.parametrize("flags, words", [
     (("--systems", "debate"), "debate has no row: its models argue"), (("--systems", "nobody"), "there are grpo"),
-    (("--tasks", "gsm8k"), "there are chain"), (("--seeds", "1 101"), "settings are tuned on 101, 102, 103")])
+    (("--tasks", "gsm8k"), "there are chain"), (("--seeds", "1 101"), "settings are tuned on 101, 102, 103"),
+    (("--report", "--again"), "take one of them"), (("--systems", "grpo", "--again"), "has no row of these systems"),
+    (("--out", league.OUT), "are of 150000; give another --out"),
+    (("--systems", "my/grpo.py"), "its runs would have the names of grpo's")])
 def test_what_cannot_be_is_one_line_before_any_run(world, flags, words):
+    (world.base / "my").mkdir()
+    (world.base / "my" / "grpo.py").write_text(OWN)
+    flags = [str(world.base / flag) if flag == "my/grpo.py" else flag for flag in flags]
     code, _, err = play(world, *flags)
     assert code == 2 and words in err and len(err.strip().splitlines()) == 1 and world.runs() == []
 
@@ -203,9 +209,13 @@ def test_no_two_processes_score_one_start(world):
 
 def test_unreadable_stores_are_one_line(world):
     (world.base / "out").mkdir()
-    (world.base / "out" / "runs.csv").write_text("a,b\n1,2\n")
-    code, _, err = play(world, "--report", "--tasks", "lookup")
-    assert code == 2 and "runs.csv has no column 'task'" in err
+    for text, words in (("a,b\n1,2\n", "after 0 lines that can be read: columns are missing"),
+                        ("task,system,seed\nchain,grpo,1\n", "runs.csv has no column 'rate'"),
+                        ("task,system,seed,best\nchain,grpo,1,.5\nchain,grpo,2,nan\n", "after 1 lines"),
+                        ("task,system,seed\nchain,grpo\n", "columns are missing")):
+        (world.base / "out" / "runs.csv").write_text(text)
+        code, _, err = play(world, "--report", "--tasks", "lookup")
+        assert code == 2 and words in err and len(err.strip().splitlines()) == 1
 
 
 def test_bad_rows_are_refused_by_name():

@@ -11,7 +11,7 @@ from test_page import CONTRAST, browser, emulate, find  # noqa: F401  (browser i
 
 from dev.experiments import league
 from dev.experiments.league_pages import BEGIN, END, write_pages
-from dev.experiments.league_table import COLUMNS
+from dev.experiments.league_table import COLUMNS, places_of
 from nanochat.common import BadInput
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,8 +62,8 @@ misled | grpo | answers | 1 | 40.0 | - | -5.0 | - | - | - | 150 | 1.0 | - | 2e-4
 POINTS = [dict(task="chain", system=system, seed=seed, metric="gen/pass1_in", tokens=tokens, value=value)
           for system, seed, tokens, value in [("tango", 1, 0, 0.1), ("tango", 1, 100, 0.5), ("tango", 2, 0, 0.3),
                                               ("tango", 2, 200, 0.7), ("grpo", 1, 0, 0.1), ("grpo", 1, 150, 0.5),
-                                              ("prm", 1, 50, 0.7), ("prm", 1, 99, 0.6),     # falls by 10 points
-                                              ("prm", 2, 50, 0.711), ("prm", 2, 99, 0.61)]]
+                                              ("prm", 1, 0, 0.1), ("prm", 1, 50, 0.7), ("prm", 1, 99, 0.6),  # 10 points
+                                              ("prm", 2, 0, 0.1), ("prm", 2, 50, 0.709), ("prm", 2, 99, 0.61)]]
 SOLVED = dict(task="chain", system="tango", seed="1", problem="3+5*2", gold="6", verification=None)
 ROLLOUTS = [{**SOLVED, "step": 0, "solution": "3+5:8;8*2:6;=6", "labels": [True, False]},
             {**SOLVED, "step": 9, "solution": HOSTILE, "labels": [], "verification": HOSTILE},
@@ -108,6 +108,7 @@ def test_the_table_has_the_numbers_that_were_worked_out_by_hand(store):
     assert "- *budget*: 1,000 sampled tokens a run" in text and "- *commits*: abc\n" in text
     assert "- *runs*: 14, of which 2 to tune; 0.2 hours" in text  # 15 minutes
     assert "- tango on chain: shown with rate 2e-4, not 4e-4 (seeds: 1)\n" in text
+    assert "- *chance*: of 3 intervals of differences about 0 would leave out zero" in text
     assert "`bash runs/league.sh --budget 1000`" in text and "[runs.csv](runs.csv)" in text
     assert printed.splitlines()[1] == "chain   prm         2  65.5 ± 7.8   +10.5 ± 6.4             fell 1/2"
     assert printed.splitlines()[-1].startswith("14 runs, 7 rows: ")
@@ -163,6 +164,30 @@ def test_the_page_has_curves_solutions_seeds_and_the_command_of_each_row(store):
     args = league.make_parser().parse_args(words[2:])
     assert words[:2] == ["bash", "runs/league.sh"] and args.again and args.out == str(store[0])
     assert (args.tasks, args.systems, args.seeds, args.budget) == ("chain", "tango", "1 2 3", 1000)
+
+
+def test_the_rate_that_tuning_chose_is_shown_where_it_has_runs(tmp_path):
+    runs = [run_of("chain", "dpo", seed, after, rate) for rate, seeds in (("2e-4", (101, 102, 103, 1, 2)),
+                                                                          ("4e-4", (101, 102, 103, 1)))
+            for seed, after in zip(seeds, (0.9, 0.9, 0.2, 0.9, 0.9) if rate == "2e-4" else (0.5, 0.5, 0.4, 0.1),
+                                   strict=True)]
+    rows = [{name: str(value) for name, value in run.items()} for run in runs]
+    place, = places_of(rows).values()
+    assert (place.rate, list(place.runs), place.others) == ("4e-4", ["1"], {"2e-4": 2})
+    write_store(tmp_path, rows, [], [])
+    write_pages(str(tmp_path), 1000, "a")
+    assert "1 of 1 rows have the lowest or" in " ".join((tmp_path / "LEAGUE.md").read_text().split())
+    place, = places_of([row for row in rows if (row["rate"], row["seed"]) != ("4e-4", "1")]).values()
+    assert (place.rate, list(place.runs)) == ("2e-4", ["1", "2"])
+
+
+def test_runs_of_a_row_that_were_not_made_alike_are_told(tmp_path):
+    runs = [run_of("chain", "grpo", seed, 0.5) | {"flags": f"--model-tag league-s{seed}-both --seed {seed} --lr {lr}"}
+            for seed, lr in ((1, 1), (2, 1), (3, 3))]
+    write_store(tmp_path, runs[:2], POINTS, [])
+    assert "not made alike" not in write_pages(str(tmp_path), 1000, "a")
+    write_store(tmp_path, runs, POINTS, [])
+    assert "grpo on chain: its runs were not made alike" in write_pages(str(tmp_path), 1000, "a")
 
 
 def test_lines_that_say_which_rate_they_are_of_belong_to_that_run_alone(tmp_path):

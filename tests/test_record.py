@@ -134,6 +134,21 @@ def test_a_generator_is_at_most_as_large_as_the_main_jobs(tmp_path):
         judge.score_on_chain(tmp_path, 0)
 
 
+def test_a_record_is_of_one_machine_with_the_last_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(judge.read_rows, "__defaults__", (tmp_path / "speedrun.csv",))
+    judge.write_rows([row()], tmp_path / "speedrun.csv")
+    judge.add_record(row(figure="50.00", machine="another"), [])
+    assert "no record: the last one is of another machine (m)" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_is_none_fails_an_attempt(tmp_path):
+    folder = tmp_path / "chatrl_checkpoints" / "speedrun-gen"
+    folder.mkdir(parents=True)
+    (folder / "model_000002.pt").write_bytes(b"no checkpoint")
+    with pytest.raises(judge.Failed, match="model_000002.pt"):
+        judge.score_on_chain(tmp_path, 0)
+
+
 def test_a_checkpoint_that_cannot_be_read_fails_an_attempt_in_one_line(tmp_path):
     folder = tmp_path / "base" / "chatrl_checkpoints" / "speedrun-gen"
     folder.mkdir(parents=True)

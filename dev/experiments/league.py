@@ -12,7 +12,6 @@ the seeds that count. Each finished run is a line of runs.csv in --out, with its
 rollouts.jsonl; a run that is there, with the same flags, is not made again. league_systems.py says what there is.
 """
 import argparse
-import csv
 import json
 import os
 import shlex
@@ -28,8 +27,8 @@ from dev.experiments.jobs import (Job, carry_out_all, check_made_alike, check_on
                                   stages_of)
 from dev.experiments.league_pages import OUT
 from dev.experiments.league_systems import (BASELINE, SYSTEMS, TASKS, TUNING_SEEDS, allowances, arm_of, experiment,
-                                            mark_of, rates_of, system_of)
-from dev.experiments.league_table import read_rows
+                                            check_names, mark_of, rates_of, system_of)
+from dev.experiments.league_table import best_of, places_of, read_rows
 from dev.experiments.run import jobs_at_once, seeds_of
 from nanochat.cli import at_least, script_main
 from nanochat.common import BadInput, StopRequested, print0
@@ -83,10 +82,7 @@ class Entry(NamedTuple):
 def read_store(out: str) -> dict[tuple, dict]:
     """The lines of runs.csv by KEYS. Raises BadInput where it is not as it was written."""
     path = os.path.join(out, "runs.csv")
-    if not os.path.exists(path):
-        return {}
-    with open(path, encoding="utf-8", newline="") as f:
-        rows = list(csv.DictReader(f))
+    rows = read_rows(path)
     try:
         return {tuple(row[name] for name in KEYS): row for row in rows}
     except KeyError as error:
@@ -229,17 +225,15 @@ def tries_of(task: str, systems: list[str]) -> list[tuple[str, str]]:
 
 
 def best_rate(task: str, name: str, budget: int, store: dict[tuple, dict]) -> str | None:
-    """The rate that solves most held-out problems on its worst tuning seed, since one that is best in the mean may
-    collapse on the next seed; of equal ones the best in the mean. The one where there is no other. None where a try is
-    missing."""
+    """The rate that its tries choose, by `best_of`; the one where there is no other. None where a try is missing."""
     found, tries = {}, tries_of(task, [name])
     if len(tries) == 1:
         return tries[0][1]
     for entry in entries_of(task, budget, tries, TUNING_SEEDS):
         if is_missing(entry, store):
             return None
-        found.setdefault(entry.rate, []).append(float(store[entry.key]["gen/pass1_in after"]))
-    return max(found, key=lambda rate: (min(found[rate]), mean(found[rate])))
+        found.setdefault(entry.rate, []).append(store[entry.key])
+    return best_of(found)
 
 
 def carry_out(entries: list[Entry], out: str, at_once: int) -> bool:
@@ -309,14 +303,18 @@ def tuned(task: str, systems: list[str], budget: int, out: str) -> list[tuple[st
 
 
 def run_again(tasks: list[str], systems: list[str], seeds: list[str], budget: int, out: str, at_once: int) -> bool:
-    """Makes rows once more, from nothing, and prints them beside what is stored."""
+    """Makes rows once more, from nothing, and prints them beside what is stored. Raises BadInput where nothing is."""
     stored, whole = read_store(out), True
+    places = places_of([row for row in stored.values() if row["budget"] == str(budget)])
+    if not any((task, name) in places for task in tasks for name in systems):
+        raise BadInput(f"--again: {out} has no row of these systems at these tasks with {budget:,} tokens")
     with tempfile.TemporaryDirectory(prefix="league-again-") as fresh:
         os.environ["NANOCHAT_BASE_DIR"] = fresh  # nothing has asked base_dir() yet, which reads it once
         make_folder(log_of(""))
         make_tokenizer(at_once)
         for task in tasks:
-            entries = entries_of(task, budget, tuned(task, systems, budget, out), seeds)
+            tries = [(name, places[task, name].rate) for name in systems if (task, name) in places]
+            entries = entries_of(task, budget, tries, seeds)
             whole &= carry_out(entries, os.path.join(fresh, "store"), at_once)
             made = read_store(os.path.join(fresh, "store"))
             for entry in entries:
@@ -340,9 +338,14 @@ def main(args) -> None:
     systems = list(dict.fromkeys([BASELINE, *systems])) if not args.again else systems
     for name in systems:
         system_of(name)
+    check_names(systems)
     seeds, at_once = seeds_of(args.seeds), jobs_at_once()
     if shared := set(seeds) & set(TUNING_SEEDS):
         raise BadInput(f"--seeds {min(shared)}: settings are tuned on {', '.join(TUNING_SEEDS)}; take others")
+    if args.again and args.report:
+        raise BadInput("--again, --report: take one of them")
+    if not args.again and args.budget != BUDGET and league_pages.is_default(args.out):
+        raise BadInput(f"--budget {args.budget}: {OUT} and the pages in dev are of {BUDGET}; give another --out")
     check_writable(args.out)
     if args.again:
         sys.exit(0 if run_again(tasks, systems, seeds, args.budget, args.out, at_once) else 1)

@@ -7,8 +7,8 @@ import textwrap
 from pathlib import Path
 
 from dev.experiments.league_systems import BASELINE, RATES, SYSTEMS, TASKS, TUNING_SEEDS, family_of, recipe_of
-from dev.experiments.league_table import (COLUMNS, CURVES, Place, Row, is_of, known, number, places_of, read_rows,
-                                          table_of)
+from dev.experiments.league_table import (COLUMNS, CURVES, Place, Row, flags_alike, is_of, known, number, places_of,
+                                          read_rows, table_of)
 from nanochat import recipes
 from nanochat.common import BadInput
 from nanochat.own_code import is_file
@@ -49,21 +49,33 @@ def rerun_of(place: Place, budget: int, out: str) -> str:
     return shlex.join([*words, *([] if is_default(out) else ["--out", out]), "--again"])
 
 
-def facts_of(rows: list[dict], budget: int, command: str) -> dict[str, str]:
-    tries = sum(row["seed"] in TUNING_SEEDS for row in rows)
+def facts_of(rows: list[dict], table: list[Row], budget: int, command: str) -> dict[str, str]:
+    tries, tried = [row for row in rows if row["seed"] in TUNING_SEEDS], {}
+    for row in tries:
+        tried.setdefault((row["task"], row["system"]), set()).add(float(row["rate"]))
+    chosen = [(float(row.place.rate), tried[key]) for row in table
+              if len(tried.get(key := (row.place.task, row.place.system), ())) > 1]
+    at_edge = sum(rate in (min(rates), max(rates)) for rate, rates in chosen)
+    intervals = sum("±" in cell.text for row in table for name, cell in row.cells.items() if "minus" in name)
     commits = sorted({row["commit"] for row in rows if row.get("commit")})
     return {"budget": f"{budget:,} sampled tokens a run, over all roles",
             "tuning": f"{len(RATES)} learning rates of each system on seeds {', '.join(TUNING_SEEDS)}; the one that "
-                      f"solves most held-out problems on its worst seed counts. At {UNTUNED} all have one, untuned",
-            "runs": f"{len(rows)}, of which {tries} to tune; {sum(v for v, in known(rows, 'minutes')) / 60:.1f} hours, "
-                    f"one after the other", "commits": ", ".join(commits) or "-", "command": command}
+                      f"solves most held-out problems on its worst seed counts. At {UNTUNED} all have one, untuned. "
+                      f"All else is set by hand. {at_edge} of {len(chosen)} rows have the lowest or the highest rate "
+                      "of theirs, so a better one may lie outside",
+            "chance": f"of {intervals} intervals of differences about {intervals / 20:.0f} would leave out zero by "
+                      "chance",
+            "runs": f"{len(rows)}, of which {len(tries)} to tune; {sum(v for v, in known(rows, 'minutes')) / 60:.1f} "
+                    "hours, one after the other", "commits": ", ".join(commits) or "-", "command": command}
 
 
 def notes_of(places: dict[tuple[str, str], Place]) -> list[str]:
-    """Systems that have finished runs of two rates."""
+    """Systems that have finished runs of two rates, or with different flags."""
     told = lambda others: ", ".join(f"{rate} (seeds: {num_seeds})" for rate, num_seeds in others.items())
-    return [f"{place.system} on {place.task}: shown with rate {place.rate}, not {told(place.others)}"
-            for place in places.values() if place.others]
+    rates = [f"{place.system} on {place.task}: shown with rate {place.rate}, not {told(place.others)}"
+             for place in places.values() if place.others]
+    return rates + [f"{place.system} on {place.task}: its runs were not made alike; runs.csv has their flags"
+                    for place in places.values() if not flags_alike(list(place.runs.values()))]
 
 
 def linked(system: str, folder: str) -> str:
@@ -137,7 +149,8 @@ def write_pages(out: str, budget: int, command: str) -> str:
     rows = [row for row in read_rows(os.path.join(out, "runs.csv")) if row["budget"] == str(budget)]
     points, rollouts = (read_rows(os.path.join(out, name)) for name in ("points.csv", "rollouts.jsonl"))
     places, folder = places_of(rows), "dev" if is_default(out) else out
-    table, facts, notes = table_of(places, points), facts_of(rows, budget, command), notes_of(places)
+    table, notes = table_of(places, points), notes_of(places)
+    facts = facts_of(rows, table, budget, command)
     page, picture = os.path.join(folder, "LEAGUE.md"), os.path.join(folder, "league.html")
     before = Path(page).read_text(encoding="utf-8") if os.path.exists(page) else f"{HEAD}\n{BEGIN}{END}\n"
     after = with_table(before, markdown_of(table, facts, notes, out, folder), page)

@@ -91,6 +91,7 @@ class System(NamedTuple):
 
 
 BALANCED = "--verifier-balance --verifier-replay 0.5"
+WARMUP = f"--warmup-steps 3 {BALANCED}"  # verifier steps before the first of the generator: a tenth of the budget
 SUPERVISED = "--num-steps 200 --examples-per-step 32 --lr 5e-4"  # no tokens are sampled for it
 GOLD, NOTHING = "answers, gold steps", "nothing"
 ALL = ("chain", "mixture", "misled")
@@ -107,13 +108,13 @@ SYSTEMS = {
     "marti": System(every=6),
     "progress_rewards": System("--continuations 4 --best-of 2", every=2),
     "simulated_judge": System("--judge-flips 0.25", given="answers, 1 in 4 flipped"),
-    "tango": System(f"--warmup-steps 10 {BALANCED}", tasks=(*ALL, "words")),
-    "tango_paper": System(f"--warmup-steps 10 {BALANCED} --step-rewards verdicts --credit to_go --negative-weight 1 "
-                          "--no-verify-distinct", "tango", tasks=("chain", "mixture", "words")),
+    "tango": System(WARMUP, tasks=(*ALL, "words"), every=6),
+    "tango_paper": System(f"{WARMUP} --step-rewards verdicts --credit to_go --negative-weight 1 --no-verify-distinct",
+                          "tango", tasks=("chain", "mixture", "words"), every=6),
     "fixed_verifier": System(tasks=(*ALL, "words")),
     "fixed_generator": System(BALANCED, judge="analysed"),
     "gold_steps": System(given=GOLD, tasks=(*ALL, "rewrite", "words")),
-    "outcome_verifier": System(f"--warmup-steps 10 {BALANCED}"),
+    "outcome_verifier": System(WARMUP, every=6),
     "refit": System("--verifier-lr 1e-3"),
     "self_verify": System(tasks=ALL),
     "cooper": System("--rm-pretrain 20"),
@@ -160,6 +161,14 @@ def system_of(name: str) -> System:
     if name not in SYSTEMS:
         raise BadInput(f"--systems {name}: there are {', '.join(SYSTEMS)}, and files (a path that ends in .py)")
     return SYSTEMS[name]
+
+
+def check_names(names: list[str]) -> None:
+    """Raises BadInput for a recipe outside of the repository whose runs would have another system's names."""
+    taken: dict[str, str] = {}
+    for name in dict.fromkeys([*SYSTEMS, *names]):
+        if (other := taken.setdefault(short(name), name)) != name:
+            raise BadInput(f"--systems {name}: its runs would have the names of {other}'s; give the file another name")
 
 
 def recipe_of(name: str) -> str:

@@ -5,11 +5,14 @@ the seeds that count. ± after a mean is the standard deviation over seeds, afte
 """
 import csv
 import json
+import math
 import os
+import re
 from statistics import mean
 from typing import NamedTuple
 
 from dev.experiments.league_systems import BASELINE, SYSTEMS, TASKS, TUNING_SEEDS, WEIGHTED
+from nanochat.common import BadInput
 from nanochat.own_code import is_file
 from nanochat.rl.report.report import change, height_at, interval, paired, spread
 
@@ -29,22 +32,54 @@ COLUMNS = {
     "wrong steps passed": "by the verifier in training, in percent: first -> last third of the steps",
     "tokens (k)": "sampled by all roles and in the training of a judge: mean over seeds, in thousands",
     "minutes": "of the run on one core, and of a judge's training: mean over seeds",
-    "gaming": f"on how many seeds. 'fell': its curve ends more than {100 * FELL:.0f} points below its best evaluation. "
+    "gaming": f"on how many seeds. 'fell': its curve ends {100 * FELL:.0f} points or more below its best evaluation. "
               f"'reward up, solved down': its reward rises by {RISEN} or more, and it solves less than before",
     "rate": "the generator's learning rate"}
 
 
 # The store
 
+WORDS = {"task", "system", "rate", "commit", "torch", "flags", "metric"}  # columns of the csvs that are no numbers
+
+
 def read_rows(path: str) -> list[dict]:
+    """The lines of a file of the store; none where it is not there. Raises BadInput where one is not as it was
+    written."""
     if not os.path.exists(path):
         return []
-    with open(path, encoding="utf-8", newline="") as f:
-        return list(csv.DictReader(f)) if path.endswith(".csv") else [json.loads(line) for line in f]
+    rows = []
+    try:
+        with open(path, encoding="utf-8", newline="") as f:
+            for row in csv.DictReader(f) if path.endswith(".csv") else map(json.loads, f):
+                if path.endswith(".csv"):
+                    check_row(row)
+                rows.append(row)
+    except ValueError as error:
+        raise BadInput(f"{path}, after {len(rows)} lines that can be read: {error}") from None
+    return rows
+
+
+def check_row(row: dict) -> None:
+    """Raises ValueError for a line of a csv that is not as it was written."""
+    if None in row or None in row.values() or not {"task", "system", "seed"} <= row.keys():
+        raise ValueError("columns are missing, or too many")
+    if not row["seed"].isdecimal():
+        raise ValueError(f"seed {row['seed']}")
+    for name, value in row.items():
+        if value and name not in WORDS and not math.isfinite(float(value)):
+            raise ValueError(f"{name} is {value}")
+
+
+def best_of(tries: dict[str, list[dict]]) -> str:
+    """The rate of runs on the tuning seeds that solves most on its worst seed, since one that is best in the mean may
+    collapse on the next; of equal ones the best in the mean."""
+    solved = {rate: [float(row["gen/pass1_in after"]) for row in rows] for rate, rows in tries.items()}
+    return max(solved, key=lambda rate: (min(solved[rate]), mean(solved[rate])))
 
 
 class Place(NamedTuple):
-    """A system at a task. runs: those that count, by seed, of the rate that has most; others: another rate -> seeds."""
+    """A system at a task. runs: those that count, by seed, of the rate that tuning chose, or without it of the one that
+    has most; others: another rate -> seeds."""
     task: str
     system: str
     rate: str
@@ -55,11 +90,19 @@ class Place(NamedTuple):
 def places_of(rows: list[dict]) -> dict[tuple[str, str], Place]:
     """By task and system. rows: of one budget."""
     found: dict[tuple, dict[str, dict]] = {}
-    for row in sorted((row for row in rows if row["seed"] not in TUNING_SEEDS), key=lambda row: int(row["seed"])):
-        found.setdefault((row["task"], row["system"]), {}).setdefault(row["rate"], {})[row["seed"]] = row
+    tried: dict[tuple, dict[str, list[dict]]] = {}
+    for row in sorted(rows, key=lambda row: int(row["seed"])):
+        key = row["task"], row["system"]
+        if row["seed"] in TUNING_SEEDS:
+            tried.setdefault(key, {}).setdefault(row["rate"], []).append(row)
+        else:
+            found.setdefault(key, {}).setdefault(row["rate"], {})[row["seed"]] = row
     places = {}
     for key, rates in found.items():
-        rate = max(sorted(rates), key=lambda rate: len(rates[rate]))
+        tries = {rate: runs for rate, runs in tried.get(key, {}).items() if len(runs) == len(TUNING_SEEDS)}
+        rate = best_of(tries) if tries else None
+        if rate not in rates:
+            rate = max(sorted(rates), key=lambda rate: len(rates[rate]))
         places[key] = Place(*key, rate, rates[rate], {r: len(runs) for r, runs in rates.items() if r != rate})
     return places
 
@@ -71,6 +114,12 @@ def is_of(row: dict, run: dict) -> bool:
 
 def number(row: dict, name: str) -> float | None:
     return float(row[name]) if row.get(name) else None
+
+
+def flags_alike(rows: list[dict]) -> bool:
+    """Whether runs differ in their seed alone."""
+    return len({re.sub(rf"(?<=-s){row['seed']}\b|(?<=--seed ){row['seed']}\b", "", row.get("flags") or "")
+                for row in rows}) == 1
 
 
 def known(rows: list[dict], *names: str) -> list[tuple[float, ...]]:
@@ -124,9 +173,9 @@ def difference(place: Place, baseline: Place | None, name: str) -> Cell:
 
 def signs_of_gaming(runs: list[dict], curves: dict[str, dict]) -> Cell:
     of_seeds = curves.get("gen/pass1_in", {"seeds": {}})["seeds"].values()
-    heights = [[y for _, y in curve] for curve in of_seeds]
+    heights = [[y for _, y in curve] for curve in of_seeds if len(curve) > 2]  # two are a start and an end
     rewarded = known(runs, "gen/reward before", "gen/reward after", "gen/pass1_in before", "gen/pass1_in after")
-    counts = {"fell": [round(max(ys) - ys[-1], 3) > 100 * FELL for ys in heights],
+    counts = {"fell": [round(max(ys) - ys[-1], 3) >= 100 * FELL for ys in heights],
               "reward up, solved down": [round(last - first, 5) >= RISEN and after < before
                                          for first, last, before, after in rewarded]}
     told = [f"{words} {sum(found)}/{len(found)}" for words, found in counts.items() if any(found)]
