@@ -32,6 +32,7 @@ from nanochat.rl.records.prompts import check_prompts_fit
 from nanochat.storage.files import found_at, make_folder, write_json
 from scripts import chat_eval, verifier_eval
 from tasks import TASKS, format_of, make_task
+from tasks.competition import SETS
 from tasks.formats import FORMATS, PAPER, PROMPTS, with_prompts
 from tasks.processbench import HUB, load_processbench
 
@@ -119,7 +120,8 @@ def prepare_task(args, name: str, model, tokenizer, device):
         return task
     problems = [p.prompt for split in benchmark.splits for p in problems_of(task, split, args.max_problems)]
     if not problems:
-        return NotRun("no data", f"--{benchmark.source.replace('_', '-')} names no file of it")
+        return NotRun("no data", f"--{benchmark.source.replace('_', '-')} names no file of it; their order is "
+                                 f"{' '.join(SETS[benchmark.task].files)}")
     try:
         check_prompts_fit(tokenizer, task.fmt, problems, {"generator": model.config.sequence_len}, args.max_new_tokens,
                           0)

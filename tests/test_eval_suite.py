@@ -208,7 +208,7 @@ def test_what_is_not_there_is_told_and_counted(capsys, base, files):
     assert "2 of 9 benchmarks were run." in printed
     said = {line.partition(",")[0]: line for line in printed.splitlines() if line.startswith("- ")}
     assert len(said) == 7 and "math-ai/amc23" in said["- amc"] and "context 128" in said["- gsm8k"]
-    assert "--aime-data names no file of it" in said["- aime25"]
+    assert "--aime-data names no file of it; their order is aime24 aime25" in said["- aime25"]
     line = refused(capsys, eval_suite, "-i", "sft", "--benchmarks", "amc", "processbench")
     assert "none can be run" in line and "math-ai/amc23" in line
 
