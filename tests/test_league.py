@@ -120,7 +120,7 @@ def test_what_is_stored_is_not_made_again_where_its_folders_are_gone(world):
 
 def test_a_judge_s_training_and_its_labels_are_paid_from_the_budget(world):
     world.monkeypatch.setattr(league, "TUNING_SEEDS", ("101",))
-    labels = "echo '{\"cost\": {\"tokens\": 0}, \"solution_tokens\": 2400}'"
+    labels = "echo '{\"cost\": {\"tokens\": 0}, \"solution_tokens\": 2600}'"
     stub = STUB.replace("echo '{\"cost\": {\"tokens\": 40000}, \"solution_tokens\": 9000}'", labels)
     supervised = "scripts.tango_rl) tokens=1000; case $run in *train_prm*) tokens=0 ;; esac; mkdir"
     stub = stub.replace("scripts.tango_rl) mkdir", supervised).replace('"sampled_tokens": 1000',
@@ -128,15 +128,15 @@ def test_a_judge_s_training_and_its_labels_are_paid_from_the_budget(world):
     (world.base / "python").write_text(stub)
     assert play(world, "--tasks", "chain", "--systems", "prm genprm", "--seeds", "1")[0] == 0
     tokens = {row["system"]: row["tokens"] for row in stored(world)}
-    assert tokens == {"grpo": "1000", "prm": "3400", "genprm": "4400"}  # its labels; its labels and its training
+    assert tokens == {"grpo": "1000", "prm": "3600", "genprm": "4600"}  # its labels; its labels and its training
     minutes = {row["system"]: row["minutes"] for row in stored(world)}
     assert minutes == {"grpo": "1.0", "prm": "2.0", "genprm": "2.0"}
     (world.base / "python").write_text(STUB)
     for path in (world.base / "labels").glob("*/labels.summary.json"):
-        path.write_text('{"cost": {"tokens": 0}, "solution_tokens": 2501}')
+        path.write_text('{"cost": {"tokens": 0}, "solution_tokens": 2626}')
     (world.base / "out" / "runs.csv").unlink()
     code, _, err = play(world, "--tasks", "chain", "--systems", "prm", "--seeds", "1")
-    assert code == 2 and "2501 tokens of labelled solutions, and prm may take 2500" in err
+    assert code == 2 and "2626 tokens of labelled solutions, and prm may take 2500" in err
 
 
 def test_a_recipe_of_one_s_own_enters_by_its_path_and_a_changed_text_is_run_again(world):
