@@ -120,7 +120,8 @@ def start_on_words(base: Path, seed: int) -> float:
 
 
 def points_of(base: Path, entry: str, seed: int) -> list[dict]:
-    """The evaluations of an attempt's run, as `report.tidy` has them; none where its own code has left no such run."""
+    """The evaluations of an attempt's run, as `report.tidy` has them; none where its own code has left no such run.
+    Raises Failed."""
     folder = base / "runs" / "speedrun"
     if not (folder / "summary.json").is_file():
         return []
