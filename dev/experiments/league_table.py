@@ -32,8 +32,9 @@ COLUMNS = {
     "wrong steps passed": "by the verifier in training, in percent: first -> last third of the steps",
     "tokens (k)": "sampled by all roles and in the training of a judge: mean over seeds, in thousands",
     "minutes": "of the run on one core, and of a judge's training: mean over seeds",
-    "gaming": f"on how many seeds. 'fell': its curve ends {100 * FELL:.0f} points or more below its best evaluation. "
-              f"'reward up, solved down': its reward rises by {RISEN} or more, and it solves less than before",
+    "gaming": f"on how many seeds. 'fell': its curve of three points or more ends {100 * FELL:.0f} points or more "
+              f"below its best. 'reward up, solved down': its reward rises by {RISEN} or more, and it solves less than "
+              "before",
     "rate": "the generator's learning rate"}
 
 

@@ -24,7 +24,8 @@ from nanochat.rl.verify.labelled import add_label_args, as_rollouts, check_label
 from nanochat.rl.verify.log_odds import (PLACES, bce_coefficients, learn_verdicts, log_judgments, log_odds,
                                          steps_filled, verdict_parts)
 
-STATUS = "works: on gold labels best of 8 is 15.0 ± 7.8 above an ORM's; as a reward it was gamed on one seed of three"
+STATUS = ("works: on gold labels best of 8 is 15.0 ± 7.8 above an ORM's; as a reward 7.7 ± 4.0 above weighted GRPO at "
+          "equal tokens, and before gamed on one seed of three")
 ROLES = {"generator": RoleSpec("--model-tag", trained=False), "verifier": RoleSpec("--verifier-tag", "-ver")}
 SHOWN = {"verifier": ["bce", "accuracy"]}
 evaluate = partial(scores_as_judge, judge="steps")
