@@ -4,7 +4,7 @@ The league as data: tasks, systems, and the flags of every process that follow f
 All systems of a task start from one checkpoint per seed, which SFT taught both roles, and may sample the same number of
 tokens, over all roles. What trains a judge first is paid from the same budget: half of it for one that learns by
 sampling, an eighth for labelled solutions. Each system has three tries on the tuning seeds: learning rates of the
-generator.
+generator. The mixture takes those that were chosen on chain.
 """
 import zlib
 from functools import cache
@@ -31,20 +31,20 @@ LABELS_SHARE, JUDGE_SHARE = 8, 2  # parts of the budget: an eighth for labelled 
 
 
 class Task(NamedTuple):
-    """problems: flags of all scripts; sft: of every SFT; gen, both: further ones of the two SFTs, the second one ""
-    where nobody verifies; rl: of runs; verdict: of those with verifications; solution_tokens: of a labelled solution,
-    in the mean at most. Of a real model also source, its tag: it has one SFT, and a seed is one of RL; rates: in place
-    of the systems' own; scoring: flags of chat_eval, which scores it by sampling."""
-    problems: str
-    sft: str
-    gen: str
-    both: str
-    rl: str
-    verdict: str = ""
-    solution_tokens: int = 0
-    source: str = ""
-    rates: tuple[str, ...] = ()
-    scoring: str = ""
+    """Flags of a task's processes. A real model has one SFT, and a seed is one of RL."""
+    problems: str             # of all scripts
+    sft: str                  # of every SFT
+    gen: str                  # of the generator's besides
+    both: str                 # of the one of both roles; "" where nobody verifies
+    rl: str                   # of all that samples solutions
+    verdict: str = ""         # of what samples verifications
+    solution_tokens: int = 0  # of a labelled solution, in the mean at most
+    steps: str = ""           # of runs besides
+    supervised: str = "--num-steps 200 --examples-per-step 32 --lr 5e-4"  # of a judge's training that samples nothing
+    tuned_at: str = ""        # the task that rates are chosen at, where it is another
+    source: str = ""          # the tag of a real model
+    rates: tuple[str, ...] = ()  # in place of the systems' own
+    scoring: str = ""         # of chat_eval, which scores a real model by sampling
 
 
 TASKS = {
@@ -55,7 +55,7 @@ TASKS = {
     # chains and last letters in one run
     "mixture": Task(f"--task mixture {CHAIN} {WORDS}", f"--sequence-len 448 {SHAPE}", "--num-steps 800",
                     f"{BOTH} --num-steps 900 --demo-shares refine:0.15",
-                    "--max-new-tokens 128", "--verifier-max-new-tokens 144", 62),
+                    "--max-new-tokens 128", "--verifier-max-new-tokens 144", 62, tuned_at="chain"),
     # wrong answers have the majority: for systems that see no answers
     "misled": Task("--chain-answer final --chain-share 0.4 --chain-wrongness 0.8 --chain-min-steps 1 "
                    "--chain-max-steps 4 --chain-verifier-share 0.05", f"--sequence-len 256 {SHAPE}",
@@ -70,8 +70,9 @@ TASKS = {
     "words": Task(arms_smol.PROBLEMS, "--examples-per-step 16 --micro-batch-tokens 4096 --embedding-lr 5e-4 "
                   "--max-new-tokens 80 --keep 1", "--num-steps 120",
                   "--role both --examples-per-step 32 --num-steps 120 --num-sampled 512",
-                  "--examples-per-step 8 --max-new-tokens 80 --eval-examples 100 --eval-every 25",
-                  arms_smol.VERDICTS, 80, "smollm2", ("1.5e-5",),
+                  "--max-new-tokens 80", arms_smol.VERDICTS, 80,
+                  "--examples-per-step 8 --eval-examples 100 --eval-every 25",
+                  "--num-steps 30 --examples-per-step 8 --lr 2e-5", "", "smollm2", ("1.5e-5",),
                   "-a reasoning_gym --temperature 1 --num-samples 4 --max-problems 400"),
 }
 
@@ -92,15 +93,16 @@ class System(NamedTuple):
 
 BALANCED = "--verifier-balance --verifier-replay 0.5"
 WARMUP = f"--warmup-steps 3 {BALANCED}"  # verifier steps before the first of the generator: a tenth of the budget
-SUPERVISED = "--num-steps 200 --examples-per-step 32 --lr 5e-4"  # no tokens are sampled for it
+SUPERVISED = "{supervised}"  # the task's
 GOLD, NOTHING = "answers, gold steps", "nothing"
 ALL = ("chain", "mixture", "misled")
+BEST = ("chain", "mixture", "words")  # of the ten that end highest on chain, and of the paper's Tango
 SYSTEMS = {
     "grpo": System(tasks=tuple(TASKS)),
     "grpo_tenth": System("--negative-weight 0.1", "grpo", tasks=(*ALL, "rewrite", "words")),
     "dapo": System(every=6),
-    "dpo": System(rates=("2e-4", "4e-4", "8e-4")),
-    "ppo": System(),
+    "dpo": System(rates=("2e-4", "4e-4", "8e-4"), tasks=BEST),
+    "ppo": System(tasks=BEST),
     "prime": System(),
     "critique_grpo": System(every=6),
     "critique_grpo_verifier": System(),
@@ -110,17 +112,17 @@ SYSTEMS = {
     "simulated_judge": System("--judge-flips 0.25", given="answers, 1 in 4 flipped"),
     "tango": System(WARMUP, tasks=(*ALL, "words"), every=6),
     "tango_paper": System(f"{WARMUP} --step-rewards verdicts --credit to_go --negative-weight 1 --no-verify-distinct",
-                          "tango", tasks=("chain", "mixture", "words"), every=6),
+                          "tango", tasks=BEST, every=6),
     "fixed_verifier": System(tasks=(*ALL, "words")),
     "fixed_generator": System(BALANCED, judge="analysed"),
     "gold_steps": System(given=GOLD, tasks=(*ALL, "rewrite", "words")),
     "outcome_verifier": System(WARMUP, every=6),
     "refit": System("--verifier-lr 1e-3"),
-    "self_verify": System(tasks=ALL),
+    "self_verify": System(tasks=(*ALL, "words")),
     "cooper": System("--rm-pretrain 20"),
-    "orm": System(SUPERVISED, judge="end", every=100),
-    "prm": System(SUPERVISED, given=GOLD, judge="steps", every=100),
-    "genrm": System(SUPERVISED, judge="verdict", every=100),
+    "orm": System(SUPERVISED, judge="end", tasks=BEST, every=100),
+    "prm": System(SUPERVISED, given=GOLD, judge="steps", tasks=BEST, every=100),
+    "genrm": System(SUPERVISED, judge="verdict", tasks=BEST, every=100),
     "genprm": System(given=GOLD, judge="analysed"),
     "critic_rm": System(judge="analysed"),
     "gram": System(SUPERVISED, judge="preferred", form="pair", tasks=("chain",), every=100),
@@ -237,8 +239,8 @@ def training_flags(name: str, task: Task, budget: int) -> str:
     labels, sampling = allowances(name, budget)
     given = ("--labels {labels}" if labels else "") + (" --judged-samples 1" if labels and not system.form else "")
     return (f"--recipe {recipe} {role_flags(recipe, task, system.form or 'start')} --seed {{seed}} --device-type cpu "
-            f"{task.problems} {RL} --eval-every {system.every} {task.rl} --eval-examples 100 {given} "
-            f"--token-budget {sampling} {system.flags}")
+            f"{task.problems} {RL} --eval-every {system.every} {task.rl} {task.steps} --eval-examples 100 {given} "
+            f"--token-budget {sampling} {system.flags.replace(SUPERVISED, task.supervised)}")
 
 
 def run_flags(name: str, task: Task, budget: int, rate: str) -> str:
@@ -252,7 +254,7 @@ def run_flags(name: str, task: Task, budget: int, rate: str) -> str:
         own = f"--model-tag {{start}} --verifier-tag {trained} {task.verdict}"
     every = 12 if system.judge else system.every
     return (f"--recipe {recipe} {own} --seed {{seed}} --device-type cpu {task.problems} {RL} --eval-every {every} "
-            f"{task.rl} --token-budget {budget - sum(allowances(name, budget))} {flags} --lr {rate}")
+            f"{task.rl} {task.steps} --token-budget {budget - sum(allowances(name, budget))} {flags} --lr {rate}")
 
 
 def rates_of(name: str, task_name: str) -> tuple[str, ...]:
