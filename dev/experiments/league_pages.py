@@ -60,7 +60,7 @@ def facts_of(rows: list[dict], table: list[Row], budget: int, command: str) -> d
     at_edge = sum(rate in (min(rates), max(rates)) for rate, rates in chosen)
     intervals = sum("±" in cell.text for row in table for name, cell in row.cells.items() if "minus" in name)
     commits = sorted({row["commit"] for row in rows if row.get("commit")})
-    return {"budget": f"{budget:,} sampled tokens a run, over all roles",
+    return {"budget": f"{budget:,} sampled tokens a run, over all roles; a run's last step may go over it",
             "tuning": f"{len(RATES)} learning rates of each system on seeds {', '.join(TUNING_SEEDS)}; the one that "
                       f"solves most held-out problems on its worst seed counts. {OF_OTHERS} "
                       f"All else is set by hand. {at_edge} of {len(chosen)} rows have the lowest or the highest rate "

@@ -23,9 +23,10 @@ GRID = 40  # parts of the axis of tokens at whose ends a mean over seeds is take
 SAMPLED = ", ".join(name for name, task in TASKS.items() if task.scoring)  # tasks whose scores are by sampling
 COLUMNS = {
     "task": "", "system": "", "learns from": "", "seeds": "",
+    "start": "what is solved before the run, in percent: mean over seeds",
     "solved": "held-out problems after the run, in percent: mean ± standard deviation over seeds. Greedy; at "
               f"{SAMPLED} the mean of samples",
-    "minus GRPO": "points, paired by seed, ± half of the 95% interval; bold where that leaves out zero",
+    "minus GRPO": "points, paired by seed, ± half of the 95% interval; bold where that, unrounded, leaves out zero",
     f"minus {WEIGHTED}": "the same. Step rewards come with this weight of wrong answers, so their own lead is over it",
     "longer problems minus GRPO": "points, on problems that are longer than any in RL; at words on unseen templates",
     "step F1": "of the verifier on fixed solutions, before -> after, in percent",
@@ -202,7 +203,8 @@ def cells_of(place: Place, places: dict[tuple[str, str], Place], curves: dict[st
 
     solved = [value for value, in known(runs, "gen/pass1_in after")]
     cells = [Cell(place.task, place.task), Cell(place.system, place.system), Cell(*[given_of(place.system)] * 2),
-             Cell(str(len(runs)), len(runs)), Cell(spread(solved), mean(solved) if solved else None),
+             Cell(str(len(runs)), len(runs)), mean_of("gen/pass1_in before", 0.01, 1),
+             Cell(spread(solved), mean(solved) if solved else None),
              difference(place, baseline, "gen/pass1_in after"), difference(place, weighted, "gen/pass1_in after"),
              difference(place, baseline, "gen/pass1_out after"),
              ends("ver/step_f1_fixed"), ends("gen/verdicts/wrong_steps_passed"), mean_of("tokens", 1000, 0),
