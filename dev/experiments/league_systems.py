@@ -72,8 +72,8 @@ TASKS = {
                   "--role both --examples-per-step 32 --num-steps 120 --num-sampled 512",
                   "--max-new-tokens 80", arms_smol.VERDICTS, 80,
                   "--examples-per-step 8 --eval-examples 100 --eval-every 25",
-                  "--num-steps 30 --examples-per-step 8 --lr 2e-5", "", "smollm2", ("1.5e-5",),
-                  "-a reasoning_gym --temperature 1 --num-samples 4 --max-problems 400"),
+                  supervised="--num-steps 30 --examples-per-step 8 --lr 2e-5", source="smollm2", rates=("1.5e-5",),
+                  scoring="-a reasoning_gym --temperature 1 --num-samples 4 --max-problems 400"),
 }
 
 
