@@ -172,7 +172,8 @@ def test_a_system_that_fails_is_left_out_and_the_others_go_on(world):
 
 @pytest.mark.parametrize("flags, words", [
     (("--systems", "debate"), "debate has no row: its models argue"), (("--systems", "nobody"), "there are grpo"),
-    (("--tasks", "gsm8k"), "there are chain"), (("--seeds", "1 101"), "settings are tuned on 101, 102, 103"),
+    (("--tasks", "gsm8k"), "there are chain"), (("--tasks", "chain words"), "words: it has a tokenizer of its own"),
+    (("--seeds", "1 101"), "settings are tuned on 101, 102, 103"),
     (("--report", "--again"), "take one of them"), (("--systems", "grpo", "--again"), "has no row of these systems"),
     (("--out", league.OUT), "are of 150000; give another --out"),
     (("--systems", "my/grpo.py"), "its runs would have the names of grpo's")])
@@ -194,10 +195,18 @@ def test_a_row_is_made_again_beside_what_is_stored(world):
     assert stored(world) == rows and len(world.runs()) == 1
 
 
+def imported(world):
+    """The base directory of words, where the real model was imported before."""
+    folder = world.base / "words" / "chatsft_checkpoints" / "smollm2"
+    folder.mkdir(parents=True)
+    (folder / "meta_000000.json").touch()
+    return world.base / "words"
+
+
 def test_a_real_model_is_scored_by_sampling_and_has_one_rate(world):
-    (world.base / "chatsft_checkpoints" / "smollm2").mkdir(parents=True)
-    (world.base / "chatsft_checkpoints" / "smollm2" / "meta_000000.json").touch()  # imported before
+    of_words = imported(world)
     assert play(world, "--tasks", "words", "--systems", "tango", "--seeds", "1 2")[0] == 0
+    assert not world.calls("tok_train") and (of_words / "runs").exists() and not (world.base / "runs").exists()
     assert [run.partition("-")[2] for run in world.runs()] == [
         f"{name}_1.5e-5-s{seed}" for seed in (1, 2) for name in ("grpo", "tango")]
     assert len(world.calls("chat_eval")) == 2 + 4  # the start once for each seed
@@ -207,8 +216,7 @@ def test_a_real_model_is_scored_by_sampling_and_has_one_rate(world):
 
 
 def test_no_two_processes_score_one_start(world):
-    (world.base / "chatsft_checkpoints" / "smollm2").mkdir(parents=True)
-    (world.base / "chatsft_checkpoints" / "smollm2" / "meta_000000.json").touch()
+    imported(world)
     scored, carried = [], league.carry_out_all
 
     def carry_out_all(jobs, at_once, after=None):

@@ -5,6 +5,7 @@ The league: every system from the same checkpoint of a seed, with one budget of 
     bash runs/league.sh --tasks chain --systems "tango dapo" --seeds "1 2"
     bash runs/league.sh --tasks chain --systems my/few.py      # a recipe of your own, among the others
     bash runs/league.sh --tasks chain --systems dapo --again   # the row again, beside what is stored
+    bash runs/league.sh --tasks words --seeds "1 2 3"          # a real model: alone, for it has its own tokenizer
     bash runs/league.sh --report                               # the pages alone
 
 A system's tries run on the tuning seeds; the one that solves most held-out problems on its worst one of them runs on
@@ -45,6 +46,7 @@ SCORES = ("gen/pass1_in", "gen/pass1_out", "ver/step_f1_fixed", "ver/outcome_f1_
 OVER = 0.05  # of an allowance: how far the last solutions may go over it, as the last step of a run may
 EXAMPLES = 3  # held-out problems whose solutions are kept, of the first seed
 KEYS = ("task", "system", "rate", "seed", "budget")
+GENERATED = [name for name, task in TASKS.items() if not task.source]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -52,7 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
                                      allow_abbrev=False)
     parser.add_argument("--systems", help=f"one or more of: {', '.join(SYSTEMS)}; or paths of recipes; default: all; "
                         f"{BASELINE} comes along")
-    parser.add_argument("--tasks", help=f"one or more of: {', '.join(TASKS)}; default: all")
+    parser.add_argument("--tasks", help=f"one or more of: {', '.join(GENERATED)} (default: all of these); or "
+                        f"{' or '.join(name for name in TASKS if name not in GENERATED)}, alone")
     parser.add_argument("--seeds", default="1 2 3 4 5")
     parser.add_argument("--budget", type=at_least(1000), default=BUDGET,
                         help="tokens that a system may sample, in all roles, its judge's training too "
@@ -319,7 +322,7 @@ def run_again(tasks: list[str], systems: list[str], seeds: list[str], budget: in
     with tempfile.TemporaryDirectory(prefix="league-again-") as fresh:
         os.environ["NANOCHAT_BASE_DIR"] = fresh  # nothing has asked base_dir() yet, which reads it once
         make_folder(log_of(""))
-        make_tokenizer(at_once)
+        make_tokenizer(tasks, at_once)
         for task in tasks:
             tries = [(name, places[task, name].rate) for name in systems if (task, name) in places]
             entries = entries_of(task, budget, tries, seeds)
@@ -333,15 +336,25 @@ def run_again(tasks: list[str], systems: list[str], seeds: list[str], budget: in
     return whole
 
 
-def make_tokenizer(at_once: int) -> None:
-    """That of all tasks."""
-    if not carry_out_all([Job("tokenizer", "scripts.tok_train", path_of("tokenizer"), "tokenizer.pkl",
-                              "--task chain")], at_once):
+def make_tokenizer(tasks: list[str], at_once: int) -> None:
+    """That of all tasks but those with a real model, which brings its own."""
+    jobs = [Job("tokenizer", "scripts.tok_train", path_of("tokenizer"), "tokenizer.pkl", "--task chain")]
+    if set(tasks) & set(GENERATED) and not carry_out_all(jobs, at_once):
         sys.exit(1)
 
 
+def take_own_folder(tasks: list[str]) -> None:
+    """A real model has a tokenizer of its own: its task has a base directory of its own, in that of the others. Raises
+    BadInput where it is not alone."""
+    for name in (name for name in tasks if name not in GENERATED):
+        if len(tasks) > 1:
+            raise BadInput(f"--tasks {name}: it has a tokenizer of its own, so it is played alone")
+        of_all = os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat-tango-league"
+        os.environ["NANOCHAT_BASE_DIR"] = os.path.join(of_all, name)  # nothing has asked base_dir() yet
+
+
 def main(args) -> None:
-    tasks = list(TASKS) if args.tasks is None else chosen("tasks", args.tasks, TASKS)
+    tasks = GENERATED if args.tasks is None else chosen("tasks", args.tasks, TASKS)
     systems = list(SYSTEMS) if args.systems is None else chosen("systems", args.systems)
     systems = list(dict.fromkeys([BASELINE, *systems])) if not args.again else systems
     for name in systems:
@@ -354,6 +367,7 @@ def main(args) -> None:
         raise BadInput("--again, --report: take one of them")
     if not args.again and args.budget != BUDGET and league_pages.is_default(args.out):
         raise BadInput(f"--budget {args.budget}: {OUT} and the pages in dev are of {BUDGET}; give another --out")
+    take_own_folder(tasks)
     check_writable(args.out)
     if args.again:
         sys.exit(0 if run_again(tasks, systems, seeds, args.budget, args.out, at_once) else 1)
@@ -361,7 +375,7 @@ def main(args) -> None:
     make_folder(log_of(""))
     whole, stop = True, None
     if not args.report:
-        make_tokenizer(at_once)
+        make_tokenizer(tasks, at_once)
         try:
             whole = play(tasks, systems, seeds, args.budget, args.out, at_once)
         except StopRequested as error:  # the pages of what is finished are written all the same
