@@ -149,12 +149,12 @@ def row_of(entry: Entry, run: Run) -> dict:
 
 def scorings(entry: Entry) -> list[Job]:
     """The processes that score a run's start and its end by sampling, at a task that wants it."""
-    flags, start = TASKS[entry.task].scoring, entry.job.flags.split("--model-tag ")[1].split()[0]
+    task, start = TASKS[entry.task], entry.job.flags.split("--model-tag ")[1].split()[0]
     places = {"sft": (start, path_of("scores", f"{start}-problems_{entry.seed}")),
               "rl": (f"{entry.job.name}-gen", os.path.join(entry.job.folder, "scores"))}
     return [Job(f"score-{os.path.basename(folder)}-{tag}", "scripts.chat_eval", folder, "scores.json",
-                f"-i {stage} -g {tag} --seed {entry.seed} --device-type cpu {flags} --out {folder}/scores.json")
-            for stage, (tag, folder) in places.items() if flags]
+                f"-i {stage} -g {tag} --seed {entry.seed} {task.device} {task.scoring} --out {folder}/scores.json")
+            for stage, (tag, folder) in places.items() if task.scoring]
 
 
 def scores_by_sampling(entry: Entry) -> dict[str, float]:

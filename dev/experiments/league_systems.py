@@ -45,6 +45,7 @@ class Task(NamedTuple):
     source: str = ""          # the tag of a real model
     rates: tuple[str, ...] = ()  # in place of the systems' own
     scoring: str = ""         # of chat_eval, which scores a real model by sampling
+    device: str = "--device-type cpu"  # "": a GPU, where there is one
 
 
 TASKS = {
@@ -73,7 +74,7 @@ TASKS = {
                   "--max-new-tokens 80", arms_smol.VERDICTS, 80,
                   "--examples-per-step 8 --eval-examples 100 --eval-every 25",
                   supervised="--num-steps 30 --examples-per-step 8 --lr 2e-5", source="smollm2", rates=("1.5e-5",),
-                  scoring="-a reasoning_gym --temperature 1 --num-samples 4 --max-problems 400"),
+                  scoring="-a reasoning_gym --temperature 1 --num-samples 4 --max-problems 400", device=""),
 }
 
 
@@ -199,7 +200,7 @@ def starts_of(task_name: str, budget: int) -> dict[str, Start]:
     from it."""
     task = TASKS[task_name]
     seed = "0" if task.source else "{seed}"
-    tag, common = f"league_{task_name}-s{seed}", f"--seed {seed} --device-type cpu {task.problems}"
+    tag, common = f"league_{task_name}-s{seed}", f"--seed {seed} {task.device} {task.problems}"
     sft, on = f"{task.sft} {common}", "--from-stage sft --from-tag"
     source = f"{on} {{source}}" if task.source else ""
     starts = {"gen": Start("sft", f"{tag}-gen", f"--role generator --model-tag {{tag}} {source} {sft} {task.gen}"),
@@ -238,9 +239,10 @@ def training_flags(name: str, task: Task, budget: int) -> str:
     system, recipe = system_of(name), recipe_of(name)
     labels, sampling = allowances(name, budget)
     given = ("--labels {labels}" if labels else "") + (" --judged-samples 1" if labels and not system.form else "")
-    return (f"--recipe {recipe} {role_flags(recipe, task, system.form or 'start')} --seed {{seed}} --device-type cpu "
-            f"{task.problems} {RL} --eval-every {system.every} {task.rl} {task.steps} --eval-examples 100 {given} "
-            f"--token-budget {sampling} {system.flags.replace(SUPERVISED, task.supervised)}")
+    own = role_flags(recipe, task, system.form or "start")
+    return (f"--recipe {recipe} {own} --seed {{seed}} {task.device} {task.problems} {RL} --eval-every {system.every} "
+            f"{task.rl} {task.steps} --eval-examples 100 {given} --token-budget {sampling} "
+            f"{system.flags.replace(SUPERVISED, task.supervised)}")
 
 
 def run_flags(name: str, task: Task, budget: int, rate: str) -> str:
@@ -253,7 +255,7 @@ def run_flags(name: str, task: Task, budget: int, rate: str) -> str:
         recipe, flags = "fixed_verifier", f"--judge {system.judge} --step-rewards verdicts --judged-samples {judged}"
         own = f"--model-tag {{start}} --verifier-tag {trained} {task.verdict}"
     every = 12 if system.judge else system.every
-    return (f"--recipe {recipe} {own} --seed {{seed}} --device-type cpu {task.problems} {RL} --eval-every {every} "
+    return (f"--recipe {recipe} {own} --seed {{seed}} {task.device} {task.problems} {RL} --eval-every {every} "
             f"{task.rl} {task.steps} --token-budget {budget - sum(allowances(name, budget))} {flags} --lr {rate}")
 
 
