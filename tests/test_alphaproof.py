@@ -23,13 +23,13 @@ def test_the_shortest_proof_of_each_theorem():
 
 
 def test_the_window_keeps_the_shortest_proof_and_the_last_theorems_and_shares_are_of_all():
-    window = remembered({}, [["x", "1", "long;=1"], ["y", "a", "b;=a"]], 2)
-    assert window == {"x": ["1", "long;=1"], "y": ["a", "b;=a"]}
-    window = remembered(window, [["x", "1", "longer;=1"]], 2)                 # no news
-    assert list(window) == ["x", "y"] and window["x"] == ["1", "long;=1"]
-    window = remembered(window, [["x", "1", "=1"], ["z", "1", "c;=1"]], 2)    # x is news, so y is the oldest
-    assert window == {"x": ["1", "=1"], "z": ["1", "c;=1"]}
-    assert remembered(window, [], 1) == {"z": ["1", "c;=1"]} and remembered({}, [], 2) == {}
+    window = remembered({}, [["x", "1", "long;=1", 5], ["y", "a", "b;=a", 6]], 2)
+    assert window == {"x": ["1", "long;=1", 5], "y": ["a", "b;=a", 6]}
+    window = remembered(window, [["x", "1", "longer;=1", 7]], 2)                    # no news
+    assert list(window) == ["x", "y"] and window["x"] == ["1", "long;=1", 5]
+    window = remembered(window, [["x", "1", "=1", 8], ["z", "1", "c;=1", 9]], 2)    # x is news, so y is the oldest
+    assert window == {"x": ["1", "=1", 8], "z": ["1", "c;=1", 9]}
+    assert remembered(window, [], 1) == {"z": ["1", "c;=1", 9]} and remembered({}, [], 2) == {}
     rows = [[True, 4], [False, 1], [False, 0], [False, 0]]
     assert proved_of(rows, 4, "{}_in") == {"pass1_in": 1 / 4, "pass_k_in": 2 / 4}
     assert proved_of([], 4, "{}_in") == {"pass1_in": None, "pass_k_in": None}
@@ -63,7 +63,7 @@ def test_the_shortest_proof_is_that_of_the_fewest_characters(base):
     t.written = lambda role, prompts, texts: replace(
         written(role, prompts, texts), lengths=torch.tensor([1 + (text == "=2") for text in texts]))
     list(alphaproof.play(t))
-    assert [proof for _, proof in t.memory["proofs"].values()] == ["=2", "=2"]
+    assert [proof for _, proof, _ in t.memory["proofs"].values()] == ["=2", "=2"]
 
 
 def test_with_one_found_proof_it_alone_is_learned_and_it_is_remembered(base):
@@ -85,7 +85,7 @@ def test_where_nothing_was_ever_proved_nothing_is_learned(base):
 
 def test_an_update_draws_so_many_proofs_of_the_window(base):
     t = play_with("--num-proofs", "3", check=lambda problem, text: False)
-    t.memory["proofs"] = {f"{n}+1": ["1", f"={n}"] for n in range(9)}
+    t.memory["proofs"] = {f"{n}+1": ["1", f"={n}", n] for n in range(9)}
     drawn = set()
     for t.state.step in range(4):
         t.done = set()
@@ -94,6 +94,15 @@ def test_an_update_draws_so_many_proofs_of_the_window(base):
         assert len(proofs) == 3 and proofs.texts == [f"={problem.prompt[0]}" for problem in proofs.problems()]
         drawn.add(tuple(proofs.texts))
     assert len(drawn) > 1
+
+
+def test_a_proof_is_labelled_by_the_task_that_its_theorem_came_from(base):
+    """A mixture knows that by the problem's index."""
+    t = play_with("--task", "mixture", texts=["=2"], check=lambda problem, text: True)
+    t.state.step = 3
+    theorems = next(alphaproof.play(t)).parts[0][0].problems()
+    assert {problem.index % 2 for problem in theorems} == {0, 1}
+    assert all(t.task.problem("rl", problem.index).prompt == problem.prompt for problem in theorems)
 
 
 def test_grpo_learns_from_failures_too(base):

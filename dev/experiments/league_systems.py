@@ -106,7 +106,7 @@ SYSTEMS = {
     "ppo": System(tasks=BEST),
     "prime": System(),
     "critique_grpo": System(every=6),
-    "critique_grpo_verifier": System(),
+    "critique_grpo_verifier": System(tasks=("chain",)),  # the mixture's critiques do not fit into its context
     "score": System("--stage1-steps 10", every=6),
     "marti": System(every=6),
     "progress_rewards": System("--continuations 4 --best-of 2", every=2),
@@ -120,7 +120,7 @@ SYSTEMS = {
     "outcome_verifier": System(WARMUP, every=6),
     "refit": System("--verifier-lr 1e-3"),
     "self_verify": System(tasks=(*ALL, "words")),
-    "cooper": System("--rm-pretrain 20"),
+    "cooper": System("--rm-pretrain 20", tasks=("chain",)),  # the mixture cannot make a right solution wrong
     "orm": System(SUPERVISED, judge="end", tasks=BEST, every=100),
     "prm": System(SUPERVISED, given=GOLD, judge="steps", tasks=BEST, every=100),
     "genrm": System(SUPERVISED, judge="verdict", tasks=BEST, every=100),

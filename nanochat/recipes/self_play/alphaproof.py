@@ -128,20 +128,21 @@ def shortest(rewards: list, lengths: list[int], group_id: list[int]) -> dict[int
 
 
 def remembered(window: dict[str, list], found: list[list], most: int) -> dict[str, list]:
-    """The window with the proofs that were found ([theorem, answer, proof]): a theorem keeps its shortest, and moves to
-    the end when it gets another. The last `most` theorems stay."""
-    for theorem, answer, proof in found:
+    """The window with the proofs that were found ([theorem, answer, proof, problem's index]): a theorem keeps its
+    shortest, and moves to the end when it gets another. The last `most` theorems stay."""
+    for theorem, answer, proof, index in found:
         if theorem not in window or len(proof) < len(window[theorem][1]):
             window.pop(theorem, None)
-            window[theorem] = [answer, proof]
+            window[theorem] = [answer, proof, index]
     return dict(list(window.items())[-most:])
 
 
 def expert_iteration(t: Play, attempts: Rollouts, rewards: list):
     """One step of cross-entropy on proofs drawn from the window."""
     best = shortest(rewards, [len(text) for text in attempts.texts], attempts.group_id.tolist())
-    rows = [[attempts.prompts[g].problem.prompt, attempts.prompts[g].problem.answer, attempts.texts[best[g]]]
-            if g in best else None for g in range(len(attempts.prompts))]
+    tried = [prompt.problem for prompt in attempts.prompts]
+    rows = [[problem.prompt, problem.answer, attempts.texts[best[g]], problem.index] if g in best else None
+            for g, problem in enumerate(tried)]
     found = [row for row in t.gather(rows) if row]
     window = t.memory["proofs"] = remembered(t.memory.get("proofs", {}), found, WINDOW)
     t.log("generator", {"proofs_known": len(window)})
@@ -149,8 +150,8 @@ def expert_iteration(t: Play, attempts: Rollouts, rewards: list):
         return
     rng = random.Random(f"proofs-{t.args.seed}-{t.step}")
     drawn = rng.sample(list(window.items()), min(t.args.num_proofs, len(window)))[t.run.rank:: t.run.world]
-    problems = [Problem("proofs", i, theorem, answer) for i, (theorem, (answer, _)) in enumerate(drawn)]
-    proofs = t.written("generator", t.solve_prompts(problems), [proof for _, (_, proof) in drawn])
+    problems = [Problem("proofs", index, theorem, answer) for theorem, (answer, _, index) in drawn]
+    proofs = t.written("generator", t.solve_prompts(problems), [proof for _, (_, proof, _) in drawn])
     yield from learn_likelihood(t, "generator", proofs)
 
 
