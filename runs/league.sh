@@ -6,6 +6,7 @@
 #   bash runs/league.sh --help
 #   bash runs/league.sh --systems "tango dapo" --tasks chain --seeds "1 2 3"
 #   bash runs/league.sh --systems my/few.py --tasks chain     # a recipe of your own, among the others
+#   bash runs/league.sh --tasks words --seeds "1 2 3"         # a real model, alone; it takes a GPU where there is one
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 export OMP_NUM_THREADS=1 WANDB_MODE=${WANDB_MODE:-disabled}

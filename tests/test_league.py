@@ -103,18 +103,6 @@ def test_a_rate_that_collapses_on_one_tuning_seed_is_not_taken(world):
     assert world.runs()[-1] == f"league_chain_{BUDGET}-grpo_1e-4-s1"
 
 
-def test_the_mixture_takes_the_rates_that_were_chosen_on_chain(world):
-    assert all("chain" in system.tasks for system in SYSTEMS.values() if "mixture" in system.tasks)
-    best = STUB.replace("*tango*|*shepherd*) final=0.75", "*dapo_4e-4-s10?) final=0.9")
-    (world.base / "python").write_text(best)
-    assert play(world, "--tasks", "mixture", "--systems", "dapo", "--seeds", "1")[0] == 0
-    tuning = [f"league_chain_{BUDGET}-{name}_{rate}-s{seed}" for seed in TUNING_SEEDS for name in ("grpo", "dapo")
-              for rate in RATES]
-    assert world.runs() == tuning + [f"league_mixture_{BUDGET}-{name}-s1" for name in ("grpo_1e-4", "dapo_4e-4")]
-    assert play(world, "--tasks", "mixture", "--systems", "dapo", "--seeds", "1")[0] == 0
-    assert world.runs() == []
-
-
 def test_what_is_stored_is_not_made_again_where_its_folders_are_gone(world):
     assert play(world, "--tasks", "lookup", "--systems", "ssrl", "--seeds", "1")[0] == 0
     rows = stored(world)

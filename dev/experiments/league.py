@@ -228,18 +228,12 @@ def tries_of(task: str, systems: list[str]) -> list[tuple[str, str]]:
     return [(name, rate) for name in systems if task in system_of(name).tasks for rate in rates_of(name, task)]
 
 
-def tuned_at(task: str) -> str:
-    """The task that its rates are chosen at."""
-    return TASKS[task].tuned_at or task
-
-
 def best_rate(task: str, name: str, budget: int, store: dict[tuple, dict]) -> str | None:
     """The rate that its tries choose, by `best_of`; the one where there is no other. None where a try is missing."""
-    at = tuned_at(task)
-    found, tries = {}, tries_of(at, [name])
+    found, tries = {}, tries_of(task, [name])
     if len(tries) == 1:
         return tries[0][1]
-    for entry in entries_of(at, budget, tries, TUNING_SEEDS):
+    for entry in entries_of(task, budget, tries, TUNING_SEEDS):
         if is_missing(entry, store):
             return None
         found.setdefault(entry.rate, []).append(store[entry.key])
@@ -297,8 +291,7 @@ def play(tasks: list[str], systems: list[str], seeds: list[str], budget: int, ou
     whole = True
     for task in tasks:
         if not TASKS[task].rates:
-            at = tuned_at(task)
-            whole &= carry_out(entries_of(at, budget, tries_of(at, systems), TUNING_SEEDS), out, at_once)
+            whole &= carry_out(entries_of(task, budget, tries_of(task, systems), TUNING_SEEDS), out, at_once)
         finals, store = entries_of(task, budget, tuned(task, systems, budget, out), seeds), read_store(out)
         make_starts([entry for entry in finals if is_missing(entry, store)], at_once)
         for seed in seeds:  # one after the other, so that what is cut off has all systems of some seeds

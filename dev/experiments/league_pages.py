@@ -28,9 +28,7 @@ Not written yet.
 
 ## The table
 """
-OF_OTHERS = " ".join(
-    [f"At {name} a system has the one that it has at {task.tuned_at}." for name, task in TASKS.items() if task.tuned_at]
-    + [f"At {name} all have one, untuned." for name, task in TASKS.items() if task.rates])
+UNTUNED = ", ".join(name for name, task in TASKS.items() if task.rates)
 OF_SEED = {  # of a seed, in the page: name -> column of the store, in percent or not, and digits
     "solved before": ("gen/pass1_in before", 100, 1), "after": ("gen/pass1_in after", 100, 1),
     "best, greedy": ("best", 100, 1), "longer after": ("gen/pass1_out after", 100, 1),
@@ -62,7 +60,7 @@ def facts_of(rows: list[dict], table: list[Row], budget: int, command: str) -> d
     commits = sorted({row["commit"] for row in rows if row.get("commit")})
     return {"budget": f"{budget:,} sampled tokens a run, over all roles; a run's last step may go over it",
             "tuning": f"{len(RATES)} learning rates of each system on seeds {', '.join(TUNING_SEEDS)}; the one that "
-                      f"solves most held-out problems on its worst seed counts. {OF_OTHERS} "
+                      f"solves most held-out problems on its worst seed counts. At {UNTUNED} all have one, untuned. "
                       f"All else is set by hand. {at_edge} of {len(chosen)} rows have the lowest or the highest rate "
                       "of theirs, so a better one may lie outside",
             "chance": f"of {intervals} intervals of differences about {intervals / 20:.0f} would leave out zero by "

@@ -4,7 +4,7 @@ The league as data: tasks, systems, and the flags of every process that follow f
 All systems of a task start from one checkpoint per seed, which SFT taught both roles, and may sample the same number of
 tokens, over all roles. What trains a judge first is paid from the same budget: half of it for one that learns by
 sampling, an eighth for labelled solutions. Each system has three tries on the tuning seeds: learning rates of the
-generator. The mixture takes those that were chosen on chain.
+generator.
 """
 import zlib
 from functools import cache
@@ -41,7 +41,6 @@ class Task(NamedTuple):
     solution_tokens: int = 0  # of a labelled solution, in the mean at most
     steps: str = ""           # of runs besides
     supervised: str = "--num-steps 200 --examples-per-step 32 --lr 5e-4"  # of a judge's training that samples nothing
-    tuned_at: str = ""        # the task that rates are chosen at, where it is another
     source: str = ""          # the tag of a real model
     rates: tuple[str, ...] = ()  # in place of the systems' own
     scoring: str = ""         # of chat_eval, which scores a real model by sampling
@@ -56,7 +55,7 @@ TASKS = {
     # chains and last letters in one run
     "mixture": Task(f"--task mixture {CHAIN} {WORDS}", f"--sequence-len 448 {SHAPE}", "--num-steps 800",
                     f"{BOTH} --num-steps 900 --demo-shares refine:0.15",
-                    "--max-new-tokens 128", "--verifier-max-new-tokens 144", 62, tuned_at="chain"),
+                    "--max-new-tokens 128", "--verifier-max-new-tokens 144", 62),
     # wrong answers have the majority: for systems that see no answers
     "misled": Task("--chain-answer final --chain-share 0.4 --chain-wrongness 0.8 --chain-min-steps 1 "
                    "--chain-max-steps 4 --chain-verifier-share 0.05", f"--sequence-len 256 {SHAPE}",
