@@ -108,6 +108,7 @@ def test_the_table_has_the_numbers_that_were_worked_out_by_hand(store):
     assert "- *budget*: 1,000 sampled tokens a run" in text and "- *commits*: abc\n" in text
     assert "- *runs*: 14, of which 2 to tune; 0.2 hours" in text  # 15 minutes
     assert "- tango on chain: shown with rate 2e-4, not 4e-4 (seeds: 1)\n" in text
+    assert "- misled: not tuned there, so not to be compared with those that are: grpo, ttrl, grpo_tenth\n" in text
     assert "- *chance*: of 3 intervals of differences about 0 would leave out zero" in text
     assert "`bash runs/league.sh --budget 1000`" in text and "[runs.csv](runs.csv)" in text
     assert printed.splitlines()[1] == "chain   prm         2  65.5 ± 7.8   +10.5 ± 6.4             fell 1/2"
@@ -173,12 +174,13 @@ def test_the_rate_that_tuning_chose_is_shown_where_it_has_runs(tmp_path):
                                    strict=True)]
     rows = [{name: str(value) for name, value in run.items()} for run in runs]
     place, = places_of(rows).values()
-    assert (place.rate, list(place.runs), place.others) == ("4e-4", ["1"], {"2e-4": 2})
+    assert (place.rate, list(place.runs), place.others, place.is_tuned) == ("4e-4", ["1"], {"2e-4": 2}, True)
     write_store(tmp_path, rows, [], [])
     write_pages(str(tmp_path), 1000, "a")
-    assert "1 of 1 rows have the lowest or" in " ".join((tmp_path / "LEAGUE.md").read_text().split())
+    text = " ".join((tmp_path / "LEAGUE.md").read_text().split())
+    assert "1 of 1 rows have the lowest or" in text and "not tuned there" not in text
     place, = places_of([row for row in rows if (row["rate"], row["seed"]) != ("4e-4", "1")]).values()
-    assert (place.rate, list(place.runs)) == ("2e-4", ["1", "2"])
+    assert (place.rate, list(place.runs), place.is_tuned) == ("2e-4", ["1", "2"], False)
 
 
 def test_runs_of_a_row_that_were_not_made_alike_are_told(tmp_path):

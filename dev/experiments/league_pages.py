@@ -70,10 +70,16 @@ def facts_of(rows: list[dict], table: list[Row], budget: int, command: str) -> d
 
 
 def notes_of(places: dict[tuple[str, str], Place]) -> list[str]:
-    """Systems that have finished runs of two rates, or with different flags."""
+    """Systems whose rate was not chosen at the task, that have finished runs of two rates, or with different flags."""
     told = lambda others: ", ".join(f"{rate} (seeds: {num_seeds})" for rate, num_seeds in others.items())
     rates = [f"{place.system} on {place.task}: shown with rate {place.rate}, not {told(place.others)}"
              for place in places.values() if place.others]
+    untuned: dict[str, list[str]] = {}
+    for place in places.values():
+        if not place.is_tuned and not (place.task in TASKS and TASKS[place.task].rates):
+            untuned.setdefault(place.task, []).append(place.system)
+    rates += [f"{task}: not tuned there, so not to be compared with those that are: {', '.join(names)}"
+              for task, names in untuned.items()]
     return rates + [f"{place.system} on {place.task}: its runs were not made alike; runs.csv has their flags"
                     for place in places.values() if not flags_alike(list(place.runs.values()))]
 

@@ -81,12 +81,13 @@ def best_of(tries: dict[str, list[dict]]) -> str:
 
 class Place(NamedTuple):
     """A system at a task. runs: those that count, by seed, of the rate that tuning chose, or without it of the one that
-    has most; others: another rate -> seeds."""
+    has most; others: another rate -> seeds; is_tuned: whether tuning chose it."""
     task: str
     system: str
     rate: str
     runs: dict[str, dict]
     others: dict[str, int]
+    is_tuned: bool
 
 
 def places_of(rows: list[dict]) -> dict[tuple[str, str], Place]:
@@ -102,10 +103,11 @@ def places_of(rows: list[dict]) -> dict[tuple[str, str], Place]:
     places = {}
     for key, rates in found.items():
         tries = {rate: runs for rate, runs in tried.get(key, {}).items() if len(runs) == len(TUNING_SEEDS)}
-        rate = best_of(tries) if tries else None
+        rate = chosen = best_of(tries) if tries else None
         if rate not in rates:
             rate = max(sorted(rates), key=lambda rate: len(rates[rate]))
-        places[key] = Place(*key, rate, rates[rate], {r: len(runs) for r, runs in rates.items() if r != rate})
+        others = {r: len(runs) for r, runs in rates.items() if r != rate}
+        places[key] = Place(*key, rate, rates[rate], others, rate == chosen)
     return places
 
 
