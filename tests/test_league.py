@@ -162,7 +162,11 @@ def test_a_system_that_fails_is_left_out_and_the_others_go_on(world):
     (("--systems", "debate"), "debate has no row: its models argue"), (("--systems", "nobody"), "there are grpo"),
     (("--tasks", "gsm8k"), "there are chain"), (("--tasks", "chain words"), "words: it has a tokenizer of its own"),
     (("--seeds", "1 101"), "settings are tuned on 101, 102, 103"),
-    (("--report", "--again"), "take one of them"), (("--systems", "grpo", "--again"), "has no row of these systems"),
+    (("--report", "--again"), "take one of them"),
+    (("--systems", "grpo", "--again"), "has no run of grpo at chain with seed 1 and"),
+    (("--systems", "tango search_r1", "--tasks", "chain"), "--systems search_r1: it is for lookup, not for chain"),
+    (("--systems", "dapo", "--tasks", "chain rewrite"), "--tasks rewrite: none of dapo is for it"),
+    (("--systems", "none.py"), "--systems none.py: no such file"), (("--report",), "--report: no finished run is in"),
     (("--out", league.OUT), "are of 150000; give another --out"),
     (("--systems", "my/grpo.py"), "its runs would have the names of grpo's")])
 def test_what_cannot_be_is_one_line_before_any_run(world, flags, words):
@@ -181,6 +185,13 @@ def test_a_row_is_made_again_beside_what_is_stored(world):
     code, out, _ = play(world, "--tasks", "lookup", "--systems", "ssrl", "--seeds", "1", "--again")
     assert code == 0 and "lookup ssrl seed 1: solved 0.25 stored, 0.35 now; tokens 1000 and 1000" in out
     assert stored(world) == rows and len(world.runs()) == 1
+    code, _, err = play(world, "--tasks", "lookup", "--systems", "ssrl", "--seeds", "1 9", "--again")
+    assert code == 2 and "no run of ssrl at lookup with seed 9" in err and world.runs() == []
+
+
+def test_systems_are_played_at_the_tasks_that_they_are_for():
+    assert league.tasks_and_systems(None, "ssrl")[0] == ["lookup"]
+    assert league.tasks_and_systems(None, None)[0] == league.GENERATED
 
 
 def imported(world):

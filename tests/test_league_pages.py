@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = "</script><b>"
 
 
-def run_of(task: str, system: str, seed: int, after: float, rate: str = "2e-4", budget: int = 1000, **other) -> dict:
+def run_of(task: str, system: str, seed: int, after: float, rate: str = "2e-4", budget: int = 10_000, **other) -> dict:
     """A line of runs.csv. other: columns, `__` for a space and `_of_` for a slash."""
     row = dict(task=task, system=system, rate=rate, seed=seed, budget=budget, best=after, steps=7, tokens=150_000,
                minutes=1.0, commit="abc", flags=f"--seed {seed}")
@@ -84,7 +84,7 @@ def write_store(folder: Path, runs: list[dict], points: list[dict], rollouts: li
 def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("store")
     write_store(folder, RUNS, POINTS, ROLLOUTS)
-    return folder, write_pages(str(folder), 1000, "bash runs/league.sh --budget 1000")
+    return folder, write_pages(str(folder), 10_000, "bash runs/league.sh --budget 10000")
 
 
 def data_of(folder: Path) -> dict:
@@ -105,12 +105,12 @@ def test_the_table_has_the_numbers_that_were_worked_out_by_hand(store):
             for name, link in links.items()} == {"tango": "tango/tango.py", "prm": "reward_models/prm.py",
                                                  "grpo": "policy/grpo.py",
                                                  "grpo_tenth": "policy/grpo.py", "ttrl": "self_play/ttrl.py"}
-    assert "- *budget*: 1,000 sampled tokens a run" in text and "- *commits*: abc\n" in text
+    assert "- *budget*: 10,000 sampled tokens a run" in text and "- *commits*: abc\n" in text
     assert "- *runs*: 14, of which 2 to tune; 0.2 hours" in text  # 15 minutes
     assert "- tango on chain: shown with rate 2e-4, not 4e-4 (seeds: 1)\n" in text
     assert "- misled: not tuned there, so not to be compared with those that are: grpo, ttrl, grpo_tenth\n" in text
     assert "- *chance*: of 3 intervals of differences about 0 would leave out zero" in text
-    assert "`bash runs/league.sh --budget 1000`" in text and "[runs.csv](runs.csv)" in text
+    assert "`bash runs/league.sh --budget 10000`" in text and "[runs.csv](runs.csv)" in text
     assert printed.splitlines()[1] == "chain   prm         2  65.5 ± 7.8   +10.5 ± 6.4             fell 1/2"
     assert printed.splitlines()[-1].startswith("14 runs, 7 rows: ")
 
@@ -119,7 +119,7 @@ def test_text_around_the_table_stays_and_a_page_without_a_place_for_it_is_refuse
     write_store(tmp_path, RUNS, [], [])
     path = tmp_path / "LEAGUE.md"
     path.write_text(f"# Mine\n\n{BEGIN} old {END}\n\nafter it\n")
-    write_pages(str(tmp_path), 1000, "a")
+    write_pages(str(tmp_path), 10_000, "a")
     first = path.read_text(encoding="utf-8")
     assert first.startswith(f"# Mine\n\n{BEGIN}\n") and first.endswith(f"{END}\n\nafter it\n")
     assert " old " not in first and "| tango " not in first and "[tango]" in first
@@ -130,7 +130,7 @@ def test_text_around_the_table_stays_and_a_page_without_a_place_for_it_is_refuse
         path.write_text(text)
         (tmp_path / "league.html").unlink(missing_ok=True)
         with pytest.raises(BadInput, match="no place for the table"):
-            write_pages(str(tmp_path), 1000, "a")
+            write_pages(str(tmp_path), 10_000, "a")
         assert path.read_text() == text and not (tmp_path / "league.html").exists()
 
 
@@ -140,7 +140,7 @@ def test_pages_of_an_empty_store_and_of_one_that_is_not_there(tmp_path, monkeypa
     (tmp_path / "dev" / "curves" / "league").mkdir(parents=True)
     write_store(tmp_path, [], [], [])
     for out, folder in (("dev/curves/league", "dev"), (".", ".")):
-        assert write_pages(out, 1000, "a").startswith("0 runs, 0 rows: ")
+        assert write_pages(out, 10_000, "a").startswith("0 runs, 0 rows: ")
         text = (tmp_path / folder / "LEAGUE.md").read_text(encoding="utf-8")
         assert text.startswith("# The league\n") and "No run with this budget is finished." in text
         assert data_of(tmp_path / folder)["rows"] == []
@@ -164,7 +164,7 @@ def test_the_page_has_curves_solutions_seeds_and_the_command_of_each_row(store):
     words = shlex.split(tango["rerun"])
     args = league.make_parser().parse_args(words[2:])
     assert words[:2] == ["bash", "runs/league.sh"] and args.again and args.out == str(store[0])
-    assert (args.tasks, args.systems, args.seeds, args.budget) == ("chain", "tango", "1 2 3", 1000)
+    assert (args.tasks, args.systems, args.seeds, args.budget) == ("chain", "tango", "1 2 3", 10_000)
 
 
 def test_the_rate_that_tuning_chose_is_shown_where_it_has_runs(tmp_path):
@@ -176,7 +176,7 @@ def test_the_rate_that_tuning_chose_is_shown_where_it_has_runs(tmp_path):
     place, = places_of(rows).values()
     assert (place.rate, list(place.runs), place.others, place.is_tuned) == ("4e-4", ["1"], {"2e-4": 2}, True)
     write_store(tmp_path, rows, [], [])
-    write_pages(str(tmp_path), 1000, "a")
+    write_pages(str(tmp_path), 10_000, "a")
     text = " ".join((tmp_path / "LEAGUE.md").read_text().split())
     assert "1 of 1 rows have the lowest or" in text and "not tuned there" not in text
     place, = places_of([row for row in rows if (row["rate"], row["seed"]) != ("4e-4", "1")]).values()
@@ -187,16 +187,16 @@ def test_runs_of_a_row_that_were_not_made_alike_are_told(tmp_path):
     runs = [run_of("chain", "grpo", seed, 0.5) | {"flags": f"--model-tag league-s{seed}-both --seed {seed} --lr {lr}"}
             for seed, lr in ((1, 1), (2, 1), (3, 3))]
     write_store(tmp_path, runs[:2], POINTS, [])
-    assert "not made alike" not in write_pages(str(tmp_path), 1000, "a")
+    assert "not made alike" not in write_pages(str(tmp_path), 10_000, "a")
     write_store(tmp_path, runs, POINTS, [])
-    assert "grpo on chain: its runs were not made alike" in write_pages(str(tmp_path), 1000, "a")
+    assert "grpo on chain: its runs were not made alike" in write_pages(str(tmp_path), 10_000, "a")
 
 
 def test_lines_that_say_which_rate_they_are_of_belong_to_that_run_alone(tmp_path):
     other = [{**point, "rate": "4e-4"} for point in POINTS if point["system"] == "tango"]
     points = [*other, {**other[0], "rate": "2e-4", "value": 0.25}]
     write_store(tmp_path, RUNS, points, [{**ROLLOUTS[0], "rate": "4e-4"}])
-    write_pages(str(tmp_path), 1000, "a")
+    write_pages(str(tmp_path), 10_000, "a")
     tango = data_of(tmp_path)["rows"][0]
     assert tango["curves"]["gen/pass1_in"] == {"seeds": {"1": [[0, 25]]}, "mean": [[0, 25]]}
     assert tango["rollouts"] == []
@@ -271,7 +271,7 @@ def test_a_row_opens_its_curves_solutions_and_command(shown):
         ("3+5:8;", "step right"), ("8*2:6;", "step wrong"), ("=6", "step")]
     detail = find(shown, ".detail")[0].text
     assert detail.count(HOSTILE) == 3 and find(shown, "b") == []
-    assert "--tasks chain --systems tango --seeds '1 2 3' --budget 1000" in detail and "--seed 1" in detail
+    assert "--tasks chain --systems tango --seeds '1 2 3' --budget 10000" in detail and "--seed 1" in detail
     click(shown, "tr.row button")
     assert find(shown, ".detail") == []
 

@@ -19,6 +19,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterable
+from itertools import product
 from statistics import mean
 from typing import NamedTuple
 
@@ -54,10 +55,10 @@ def make_parser() -> argparse.ArgumentParser:
                                      allow_abbrev=False)
     parser.add_argument("--systems", help=f"one or more of: {', '.join(SYSTEMS)}; or paths of recipes; default: all; "
                         f"{BASELINE} comes along")
-    parser.add_argument("--tasks", help=f"one or more of: {', '.join(GENERATED)} (default: all of these); or "
-                        f"{' or '.join(name for name in TASKS if name not in GENERATED)}, alone")
+    parser.add_argument("--tasks", help=f"one or more of: {', '.join(GENERATED)} (default: those that the systems are "
+                        f"for); or {' or '.join(name for name in TASKS if name not in GENERATED)}, alone")
     parser.add_argument("--seeds", default="1 2 3 4 5")
-    parser.add_argument("--budget", type=at_least(1000), default=BUDGET,
+    parser.add_argument("--budget", type=at_least(10_000), default=BUDGET,
                         help="tokens that a system may sample, in all roles, its judge's training too "
                              "(default: %(default)s)")
     parser.add_argument("--out", default=OUT, help="folder of the store (default: %(default)s)")
@@ -224,8 +225,12 @@ def entries_of(task: str, budget: int, tries: Iterable[tuple[str, str]], seeds: 
             for seed in seeds for name, rate in tries]
 
 
+def played_at(task: str, systems: list[str]) -> list[str]:
+    return [name for name in systems if task in system_of(name).tasks]
+
+
 def tries_of(task: str, systems: list[str]) -> list[tuple[str, str]]:
-    return [(name, rate) for name in systems if task in system_of(name).tasks for rate in rates_of(name, task)]
+    return [(name, rate) for name in played_at(task, systems) for rate in rates_of(name, task)]
 
 
 def best_rate(task: str, name: str, budget: int, store: dict[tuple, dict]) -> str | None:
@@ -302,7 +307,7 @@ def play(tasks: list[str], systems: list[str], seeds: list[str], budget: int, ou
 def tuned(task: str, systems: list[str], budget: int, out: str) -> list[tuple[str, str]]:
     """The systems of a task that have a setting, and their rates."""
     store = read_store(out)
-    found = {name: best_rate(task, name, budget, store) for name in systems if task in system_of(name).tasks}
+    found = {name: best_rate(task, name, budget, store) for name in played_at(task, systems)}
     return [(name, rate) for name, rate in found.items() if rate is not None]
 
 
@@ -310,14 +315,16 @@ def run_again(tasks: list[str], systems: list[str], seeds: list[str], budget: in
     """Makes rows once more, from nothing, and prints them beside what is stored. Raises BadInput where nothing is."""
     stored, whole = read_store(out), True
     places = places_of([row for row in stored.values() if row["budget"] == str(budget)])
-    if not any((task, name) in places for task in tasks for name in systems):
-        raise BadInput(f"--again: {out} has no row of these systems at these tasks with {budget:,} tokens")
+    for task, seed in product(tasks, seeds):
+        for name in played_at(task, systems):
+            if (task, name) not in places or (task, name, places[task, name].rate, seed, str(budget)) not in stored:
+                raise BadInput(f"--again: {out} has no run of {name} at {task} with seed {seed} and {budget:,} tokens")
     with tempfile.TemporaryDirectory(prefix="league-again-") as fresh:
         os.environ["NANOCHAT_BASE_DIR"] = fresh  # nothing has asked base_dir() yet, which reads it once
         make_folder(log_of(""))
         make_tokenizer(tasks, at_once)
         for task in tasks:
-            tries = [(name, places[task, name].rate) for name in systems if (task, name) in places]
+            tries = [(name, places[task, name].rate) for name in played_at(task, systems)]
             entries = entries_of(task, budget, tries, seeds)
             whole &= carry_out(entries, os.path.join(fresh, "store"), at_once)
             made = read_store(os.path.join(fresh, "store"))
@@ -336,6 +343,25 @@ def make_tokenizer(tasks: list[str], at_once: int) -> None:
         sys.exit(1)
 
 
+def tasks_and_systems(tasks: str | None, systems: str | None) -> tuple[list[str], list[str]]:
+    """What two flags choose. Raises BadInput for a name that is not there, for a task that none of the systems is for,
+    and for a system that is for none of the tasks."""
+    names = list(SYSTEMS) if systems is None else chosen("systems", systems)
+    for name in names:
+        system_of(name)
+    check_names(names)
+    if tasks is None:
+        return [task for task in GENERATED if played_at(task, names)], names
+    found = chosen("tasks", tasks, TASKS)
+    for name in names if systems is not None else []:
+        if not any(played_at(task, [name]) for task in found):
+            raise BadInput(f"--systems {name}: it is for {', '.join(system_of(name).tasks)}, not for {tasks}")
+    for task in found:
+        if not played_at(task, names):
+            raise BadInput(f"--tasks {task}: none of {', '.join(names)} is for it")
+    return found, names
+
+
 def take_own_folder(tasks: list[str]) -> None:
     """A real model has a tokenizer of its own: its task has a base directory of its own, in that of the others. Raises
     BadInput where it is not alone."""
@@ -347,12 +373,8 @@ def take_own_folder(tasks: list[str]) -> None:
 
 
 def main(args) -> None:
-    tasks = GENERATED if args.tasks is None else chosen("tasks", args.tasks, TASKS)
-    systems = list(SYSTEMS) if args.systems is None else chosen("systems", args.systems)
+    tasks, systems = tasks_and_systems(args.tasks, args.systems)
     systems = list(dict.fromkeys([BASELINE, *systems])) if not args.again else systems
-    for name in systems:
-        system_of(name)
-    check_names(systems)
     seeds, at_once = seeds_of(args.seeds), jobs_at_once()
     if shared := set(seeds) & set(TUNING_SEEDS):
         raise BadInput(f"--seeds {min(shared)}: settings are tuned on {', '.join(TUNING_SEEDS)}; take others")
@@ -365,6 +387,11 @@ def main(args) -> None:
     if args.again:
         sys.exit(0 if run_again(tasks, systems, seeds, args.budget, args.out, at_once) else 1)
     check_one_word("NANOCHAT_BASE_DIR", base_dir())
+    finished = [entry for task in tasks if args.report
+                for entry in entries_of(task, args.budget, tries_of(task, systems), [*TUNING_SEEDS, *seeds])
+                if entry.job.is_done()]
+    if args.report and not finished and not read_store(args.out):
+        raise BadInput(f"--report: no finished run is in {args.out}, and none of these in {base_dir()}")
     make_folder(log_of(""))
     whole, stop = True, None
     if not args.report:
@@ -374,8 +401,7 @@ def main(args) -> None:
         except StopRequested as error:  # the pages of what is finished are written all the same
             stop = error
     else:
-        for task in tasks:
-            collect(entries_of(task, args.budget, tries_of(task, systems), [*TUNING_SEEDS, *seeds]), args.out)
+        collect(finished, args.out)
     print0(league_pages.write_pages(args.out, args.budget, shlex.join(["bash", "runs/league.sh", *sys.argv[1:]])))
     if stop:
         raise stop

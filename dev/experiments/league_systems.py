@@ -156,7 +156,10 @@ LEFT_OUT = {
 def system_of(name: str) -> System:
     """The row of this name; of a recipe outside of the repository, by its path, one with defaults. Raises BadInput."""
     if is_file(name):
-        recipes.load(name)
+        try:
+            recipes.load(name)
+        except BadInput as error:
+            raise BadInput(str(error).replace("--recipe", "--systems", 1)) from None
         return System(recipe=name, given="see the file", tasks=tuple(TASKS))
     if name in LEFT_OUT:
         raise BadInput(f"--systems {name} has no row: {LEFT_OUT[name]}")
