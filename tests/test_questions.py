@@ -1,5 +1,6 @@
 """The recipes and the task of the open questions (dev/experiments/recipes), and what a run costs."""
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -121,15 +122,18 @@ def test_a_question_has_arms_partners_and_a_baseline_that_there_are():
 
 
 def test_a_run_costs_by_its_tokens_and_the_weights_of_who_reads_and_learns(tmp_path, monkeypatch):
-    """Weights 10 and 100. A generator step: 5 tokens learned, 7 verdicts: 8 * 10 * 5 + 2 * 100 * 7 = 1800. A verifier
-    step: 4 learned, 3 of solutions: 8 * 100 * 4 + 2 * 10 * 3 = 3260."""
+    """Weights 10 and 100. A generator step: 5 tokens learned and read, 7 verdicts: 8 * 10 * 5 + 2 * 100 * (5 + 7) =
+    2800. A verifier step: 4 learned, 3 of solutions: 8 * 100 * (4 + 3) + 2 * 10 * 3 = 5660. Without a verifier 400."""
     monkeypatch.setattr(arms_questions, "num_weights", lambda start: start["size"])
     records = [{"gen/num_rollouts": 1, "gen/completions/mean_length": 5.0, "gen/sampled_tokens": 12},
                {"ver/num_rollouts": 2, "ver/completions/mean_length": 2.0, "ver/sampled_tokens": 7}]
     points = [{"gen_step": n, "sampled_tokens": n, "record": n, "gen/pass1_in": 0.5, "gen/entropy": 1} for n in (0, 2)]
     config = {"starts": {"generator": {"size": 10}, "verifier": {"size": 100}}}
     run = Run("questions-tango-s1", "questions", "tango", 1, config, {}, points, records, [], [], [])
-    assert flops_by_step(run) == [0.0, 1800.0, 5060.0]
+    assert flops_by_step(run) == [0.0, 2800.0, 8460.0]
+    alone = replace(run, config={"starts": {"generator": {"size": 10}}},
+                    records=[records[0] | {"gen/sampled_tokens": 5}])
+    assert flops_by_step(alone) == [0.0, 400.0]
     row = row_of("asymmetry", run)
-    assert row.task == "asymmetry" and [point[COST] for point in row.points] == [0.0, 5060.0 / 1e12]
+    assert row.task == "asymmetry" and [point[COST] for point in row.points] == [0.0, 8460.0 / 1e12]
     assert "gen/entropy" not in row.points[0] and json.dumps(row.points)

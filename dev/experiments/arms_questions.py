@@ -164,8 +164,9 @@ def row_of(question: str, run: Run) -> Run:
 
 
 def flops_by_step(run: Run) -> list[float]:
-    """FLOPs of its sampled tokens before each of its steps and at its end: 2 for each weight that multiplies a token
-    where it is sampled, and 6 more where it is trained. Prompts, evaluations and attention are not counted."""
+    """FLOPs before each of its steps and at its end: 2 for each weight that multiplies a token where it is sampled, or
+    where the verifier reads it as a part of a solution, and 6 more where it is trained. Problems, evaluations and
+    attention are not counted; equal solutions are, each time."""
     sizes, found = {role: num_weights(start) for role, start in run.config["starts"].items()}, [0.0]
     for record in run.records:
         logged = {role: [record.get(f"{short_name(role)}/{name}") for name in
@@ -176,6 +177,9 @@ def flops_by_step(run: Run) -> list[float]:
         other = ([role for role in sizes if role not in trained] or list(sizes))[-1]
         found.append(found[-1] + sum(8 * sizes[role] * tokens for role, tokens in trained.items())
                      + 2 * sizes[other] * (sampled - sum(trained.values())))
+        if "verifier" in sizes:
+            read = trained["generator"] if "generator" in trained else sampled - sum(trained.values())
+            found[-1] += (8 if "verifier" in trained else 2) * sizes["verifier"] * read
     return found
 
 
