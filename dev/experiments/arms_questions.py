@@ -24,8 +24,7 @@ RL = (f"--seed {{seed}} --device-type cpu {SMALL.problems} --lr 2e-4 --kl-coef 0
       "--eval-every 20 --eval-examples 400")
 SIZES = {"64": "--depth 2 --n-embd 64 --n-head 2", "192": "--n-embd 192 --n-head 6"}  # .32 and 3.8 of the weights
 LEARNS = "--warmup-steps 10 --verifier-replay 0.5 --verifier-lr 1e-4"
-HOT = "--alpha-start 0.7 --alpha-end 0.7"  # constant, without a KL: what some runs collapse at
-LONG_HOT, FEW = f"{HOT} --num-steps 120", f"{HOT} --num-labelled 64"
+FEW = "--alpha-start 0.7 --alpha-end 0.7 --num-labelled 64"  # constant, without a KL: what some runs collapse at
 BLIND = "--no-verifier-balance --no-class-weights"
 LOOKUP = ("--task lookup --chain-min-steps 1 --chain-max-steps 3 --chain-share 0 --lookup-keys 200 --lookup-share 0.5 "
           "--lookup-recall-share 0.6")
@@ -88,9 +87,6 @@ ARMS = {
     "lookup_gold": f"--recipe gold_steps --model-tag {{lookup_gen}} {LOOKUP}",
     "simultaneous": own("simultaneous"), "no_balance": tango(""),
     "tango_kl": tango("--verifier-balance --kl-coef 0.05"),
-    "hot_fixed": fixed(LONG_HOT), "hot_tango": tango(f"--verifier-balance {LONG_HOT}"),
-    "hot_kl": tango(f"--verifier-balance {LONG_HOT} --kl-coef 0.05"),
-    "hot_simultaneous": own("simultaneous", f"--verifier-balance {LONG_HOT}"),
     **{f"grpo_width_{size}": grpo(gen=f"{{gen_{size}}}") for size in SIZES},
     **{f"{who.__name__}_width_{size}": who(ver=f"{{ver_{size}}}", gen=f"{{gen_{size}}}")
        for size in SIZES for who in (fixed, tango)},
@@ -134,8 +130,6 @@ QUESTIONS = {  # the most telling for its minutes first
                          {"grpo_width_64": "", "fixed_width_64": "", "tango_width_64": "fixed_width_64"}),
     "width_192": Question("both models of width 192", "grpo_width_192",
                           {"grpo_width_192": "", "fixed_width_192": "", "tango_width_192": "fixed_width_192"}),
-    "pressure": Question("alpha .7, constant, 120 steps: what collapses", "hot_fixed",
-                         {"hot_fixed": "", "hot_tango": "", "hot_kl": "hot_tango", "hot_simultaneous": "hot_tango"}),
 }
 COST = "cost/teraflops"
 WATCHED = {"gen/pass1_in": "pass@1", "gen/pass1_out": "pass@1, longer problems", "ver/step_f1_fixed": "step F1",
