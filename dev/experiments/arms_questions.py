@@ -1,6 +1,6 @@
 """
-What the page of open questions lacks, as data: for each question the arms that answer it, on small chain, and what they
-start from. run.py runs them; recipes of their own are in recipes/.
+The runs of the page of open questions, as data: for each question the arms that answer it, on small chain, and what
+they start from. run.py runs them; recipes of their own are in recipes/.
 
 An arm is one run for all questions that have it. Seeds that no setting was chosen on: 41 to 45.
 """
