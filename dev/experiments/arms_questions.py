@@ -169,10 +169,11 @@ def flops_by_step(run: Run) -> list[float]:
         sampled = sum(tokens or 0 for *_, tokens in logged.values())  # of all roles, under the first one's name
         # what no role learns from: verdicts on solutions, or solutions that are judged
         other = ([role for role in sizes if role not in trained] or list(sizes))[-1]
+        rest = sampled - sum(trained.values())
         found.append(found[-1] + sum(8 * sizes[role] * tokens for role, tokens in trained.items())
-                     + 2 * sizes[other] * (sampled - sum(trained.values())))
+                     + 2 * sizes[other] * rest)
         if "verifier" in sizes:
-            read = trained["generator"] if "generator" in trained else sampled - sum(trained.values())
+            read = trained.get("generator", rest)
             found[-1] += (8 if "verifier" in trained else 2) * sizes["verifier"] * read
     return found
 

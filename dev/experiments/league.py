@@ -312,7 +312,7 @@ def tuned(task: str, systems: list[str], budget: int, out: str) -> list[tuple[st
 
 
 def run_again(tasks: list[str], systems: list[str], seeds: list[str], budget: int, out: str, at_once: int) -> bool:
-    """Makes rows once more, from nothing, and prints them beside what is stored. Raises BadInput where nothing is."""
+    """Makes rows once more, from nothing, and prints them beside what is stored. Raises BadInput where one is not."""
     stored, whole = read_store(out), True
     places = places_of([row for row in stored.values() if row["budget"] == str(budget)])
     for task, seed in product(tasks, seeds):
@@ -354,7 +354,7 @@ def tasks_and_systems(tasks: str | None, systems: str | None) -> tuple[list[str]
         return [task for task in GENERATED if played_at(task, names)], names
     found = chosen("tasks", tasks, TASKS)
     for name in names if systems is not None else []:
-        if not any(played_at(task, [name]) for task in found):
+        if not set(found) & set(system_of(name).tasks):
             raise BadInput(f"--systems {name}: it is for {', '.join(system_of(name).tasks)}, not for {tasks}")
     for task in found:
         if not played_at(task, names):
