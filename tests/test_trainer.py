@@ -16,6 +16,7 @@ from nanochat.rl.learn import trainer
 from nanochat.rl.learn.packing import pack, token_weights
 from nanochat.rl.learn.roles import Role
 from nanochat.rl.learn.trainer import completion_hidden, score, update
+from nanochat.rl.measure.watched import warnings_in
 from nanochat.rl.records.prompts import Prompt
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.weights import copy_of
@@ -163,6 +164,18 @@ def test_scores_equal_plain_forwards_and_what_the_sampler_recorded(temperature):
     with torch.enable_grad():
         _, metrics = gradient(packed(rollouts, torch.ones_like(out.logprobs)), temperature=temperature)
     assert metrics["rollout_logprobs_diff_max"] < 1e-4 and metrics["rollout_probs_diff_mean"] < 1e-5
+
+
+def test_of_no_tokens_nothing_is_a_mean_and_nothing_is_called_deterministic():
+    """Groups of equal rewards train no token: of the entropy nothing is known. 0 would warn of another trouble."""
+    rollouts, role = random_rollouts([4, 7], [1, 2, 1, 1]), role_of(tiny_model())
+    equal = torch.zeros(rollouts.tokens.shape)  # advantages
+    idle, seen = (step(role, packed(rollouts, equal, keep_idle=keep), lr=0.0) for keep in (False, True))
+    means = ("entropy", "clip_ratio/low", "clip_ratio/high")
+    assert [idle[name] for name in means] == [None] * 3 and idle["grad_norm"] == idle["skipped"] == 0
+    assert seen["entropy"] > 1 and seen["clip_ratio/low"] == 0
+    told = lambda metrics: [w.name for w in warnings_in({f"gen/{k}": v for k, v in metrics.items()}, "generator")]
+    assert told(idle) == told(seen) == [] and told(seen | {"entropy": 0.0}) == ["entropy"]
 
 
 RAGGED = ([9, 4], [5, 2, 7, 1, 3, 7, 6, 4])  # N = 8 rollouts in 2 groups

@@ -29,6 +29,7 @@ COLUMNS = {
     "minus GRPO": "points, paired by seed, ± half of the 95% interval; bold where that, unrounded, leaves out zero",
     f"minus {WEIGHTED}": "the same. Step rewards come with this weight of wrong answers, so their own lead is over it",
     "longer problems minus GRPO": "points, on problems that are longer than any in RL; at words on unseen templates",
+    f"longer problems minus {WEIGHTED}": "the same",
     "step F1": "of the verifier on fixed solutions, before -> after, in percent",
     "wrong steps passed": "by the verifier in training, in percent: first -> last third of the steps",
     "tokens (k)": "sampled by all roles and in the training of a judge: mean over seeds, in thousands",
@@ -208,7 +209,7 @@ def cells_of(place: Place, places: dict[tuple[str, str], Place], curves: dict[st
              Cell(str(len(runs)), len(runs)), mean_of("gen/pass1_in before", 0.01, 1),
              Cell(spread(solved), mean(solved) if solved else None),
              difference(place, baseline, "gen/pass1_in after"), difference(place, weighted, "gen/pass1_in after"),
-             difference(place, baseline, "gen/pass1_out after"),
+             difference(place, baseline, "gen/pass1_out after"), difference(place, weighted, "gen/pass1_out after"),
              ends("ver/step_f1_fixed"), ends("gen/verdicts/wrong_steps_passed"), mean_of("tokens", 1000, 0),
              mean_of("minutes", 1, 1), signs_of_gaming(runs, curves), Cell(place.rate, float(place.rate))]
     return dict(zip(COLUMNS, cells, strict=True))

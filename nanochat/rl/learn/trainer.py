@@ -88,7 +88,7 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
     check_stop()
     grad_norm = clip_gradients(role.parameters, max_grad_norm)
     values = dict(zip(SUMS, sums.tolist(), strict=True))
-    num_tokens, num_drawn = max(values.pop("num_tokens"), 1.0), values.pop("num_drawn")
+    num_tokens, num_drawn = values.pop("num_tokens"), values.pop("num_drawn")
     loss_sum, diff_sum = values.pop("loss"), values.pop("rollout_probs_diff_mean")
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss_sum)
     if is_finite:
@@ -97,7 +97,7 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
         role.optimizer.step()
     role.optimizer.zero_grad(set_to_none=True)
     refresh(role.model)
-    return {"loss": loss_sum, **{name: value / num_tokens for name, value in values.items()},
+    return {"loss": loss_sum, **{name: value / num_tokens if num_tokens else None for name, value in values.items()},
             "rollout_probs_diff_mean": diff_sum / num_drawn if num_drawn else None,
             "rollout_logprobs_diff_max": float(gap) if num_drawn else None,
             **({} if loss.kl_coef else {"kl": None}),  # not measured without a reference
