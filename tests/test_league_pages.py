@@ -35,8 +35,8 @@ def verified(before: float, after: float, first: float, last: float) -> dict:
 
 OUT = "gen_of_pass1_out__after"
 RUNS = [
-    run_of("misled", "grpo", 1, 0.40), run_of("misled", "ttrl", 1, 0.55),
-    run_of("misled", "grpo_tenth", 1, 0.45),
+    run_of("misled", "grpo", 1, 0.40), run_of("misled", "ttrl", 1, 0.55, **{OUT: 0.35}),
+    run_of("misled", "grpo_tenth", 1, 0.45, **{OUT: 0.20}),
     run_of("chain", "my/few.py", 9, 0.90),                                      # no run of grpo has its seed
     run_of("chain", "grpo", 1, 0.50, tokens=150_000, minutes=1.0, **{OUT: 0.30}),
     run_of("chain", "grpo", 2, 0.60, tokens=152_000, minutes=2.0, **{OUT: 0.40}),
@@ -50,15 +50,15 @@ RUNS = [
     run_of("chain", "tango", 101, 0.99, rate="1e-4"), run_of("chain", "tango", 102, 0.99, rate="1e-4"),  # tuning
     run_of("chain", "dapo", 1, 0.99, budget=2000)]
 ROWS = """\
-chain | tango | answers | 3 | 50.0 | 70.0 ± 10.0 | +15.0 ± 63.5 (2 pairs) | - | - | 50.0 -> 70.0 | 20.0 -> 40.0 | 150 \
-| 1.0 | reward up, solved down 1/3 | 2e-4
-chain | prm | answers, gold steps | 2 | 10.0 | 65.5 ± 7.8 | **+10.5 ± 6.4** | - | -4.5 ± 6.4 | - | - | 150 | 1.0 | \
-fell 1/2 | 2e-4
-chain | grpo | answers | 2 | 10.0 | 55.0 ± 7.1 | - | - | - | - | - | 151 | 1.5 | - | 2e-4
-chain | `my/few.py` | see the file | 1 | 10.0 | 90.0 | - | - | - | - | - | 150 | 1.0 | - | 2e-4
-misled | ttrl | nothing | 1 | 10.0 | 55.0 | +15.0 | +10.0 | - | - | - | 150 | 1.0 | - | 2e-4
-misled | grpo_tenth | answers | 1 | 10.0 | 45.0 | +5.0 | - | - | - | - | 150 | 1.0 | - | 2e-4
-misled | grpo | answers | 1 | 10.0 | 40.0 | - | -5.0 | - | - | - | 150 | 1.0 | - | 2e-4"""
+chain | tango | answers | 3 | 50.0 | 70.0 ± 10.0 | +15.0 ± 63.5 (2 pairs) | - | - | - | 50.0 -> 70.0 | 20.0 -> 40.0 \
+| 150 | 1.0 | reward up, solved down 1/3 | 2e-4
+chain | prm | answers, gold steps | 2 | 10.0 | 65.5 ± 7.8 | **+10.5 ± 6.4** | - | -4.5 ± 6.4 | - | - | - | 150 | 1.0 \
+| fell 1/2 | 2e-4
+chain | grpo | answers | 2 | 10.0 | 55.0 ± 7.1 | - | - | - | - | - | - | 151 | 1.5 | - | 2e-4
+chain | `my/few.py` | see the file | 1 | 10.0 | 90.0 | - | - | - | - | - | - | 150 | 1.0 | - | 2e-4
+misled | ttrl | nothing | 1 | 10.0 | 55.0 | +15.0 | +10.0 | - | +15.0 | - | - | 150 | 1.0 | - | 2e-4
+misled | grpo_tenth | answers | 1 | 10.0 | 45.0 | +5.0 | - | - | - | - | - | 150 | 1.0 | - | 2e-4
+misled | grpo | answers | 1 | 10.0 | 40.0 | - | -5.0 | - | - | - | - | 150 | 1.0 | - | 2e-4"""
 POINTS = [dict(task="chain", system=system, seed=seed, metric="gen/pass1_in", tokens=tokens, value=value)
           for system, seed, tokens, value in [("tango", 1, 0, 0.1), ("tango", 1, 100, 0.5), ("tango", 2, 0, 0.3),
                                               ("tango", 2, 200, 0.7), ("grpo", 1, 0, 0.1), ("grpo", 1, 150, 0.5),
