@@ -287,13 +287,13 @@ def board_table(name: str, rows: list[dict[str, str]]) -> str:
     if name == "minutes":
         head, line = "| # | minutes, median | seconds of seeds 0 to 4 | percent solved |", "{middle:.2f}"
     else:
-        head, line = "| # | points, mean | before, seeds 0 to 2 | after |", "{middle:.1f}"
+        head, line = "| # | points, mean | before, seeds 0 to 2 | after |", "{middle:.2f}"
     lines = [f"{head} what | commit | date |", "| --- | --- | --- | --- | --- | --- | --- |"]
     for number, row in enumerate((row for row in rows if row["board"] == name), 1):
         middle = float(row["figure"]) / (60 if name == "minutes" else 1)
-        first = " ".join(f"{float(x):.0f}" if name == "minutes" else f"{float(x):.1f}" for x in
+        first = " ".join(f"{float(x):.0f}" if name == "minutes" else f"{float(x):.2f}" for x in
                          row["seconds" if name == "minutes" else "before"].split())
-        after = " ".join(f"{float(x):.1f}" for x in row["after"].split())
+        after = " ".join(f"{float(x):.{1 if name == 'minutes' else 2}f}" for x in row["after"].split())
         curves = curves_of(row["entry"])
         what = f"`{Path(row['entry']).name}`: {title_of(row['entry'])}"
         what += f" ([curves]({curves.relative_to(PAGE.parent).as_posix()}))" if curves.is_file() else ""
