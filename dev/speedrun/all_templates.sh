@@ -1,4 +1,4 @@
-# SFT on solutions of all 55 templates, of any length, for ten minutes; one small step of GRPO, as a checkpoint is due
+# SFT on 288 solutions of all 55 templates, of any length; one small step of GRPO, since an rl checkpoint is wanted
 set -euo pipefail
 export OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive
 PROBLEMS="--task reasoning_gym --reasoning-gym-format lines"

@@ -57,7 +57,7 @@ def batch_loss(model, batch: MicroBatch, loss: PolicyLoss, temperature: float) -
 @torch.enable_grad()  # a recipe may have left it off
 def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float, max_grad_norm: float,
            temperature: float, device, check_stop=lambda: None, breaks_off=lambda: False) -> dict:
-    """One optimizer step on all micro-batches of all ranks; returns its metrics.
+    """One optimizer step on all micro-batches of all ranks; returns its metrics. Means over tokens are None of none.
 
     Gradients are summed: the denominators are in the weights. When the loss or the gradient is not finite on any rank,
     no rank steps and the metrics say skipped = 1. check_stop is called on all ranks before the step; breaks_off, before
